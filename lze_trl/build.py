@@ -1,9 +1,6 @@
 """From settings to the parts of a generation batch."""
 
-import logging
 import math
-import os
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -14,13 +11,9 @@ from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .memory.state import PromptState, StateSettings
 from .pack.layout import Geometry, micro_step_cost
-from .plan.passes import Passes
 from .plan.planners import Planner, SolvedPlanner
-from .rollout.controllers import RolloutController, is_plain
-from .select.selectors import quota
+from .rollout.controllers import RolloutController
 
-
-logger = logging.getLogger(__name__)
 
 FURTHER_PLACEHOLDERS = 16
 """Generation batches that fit into a pass where an environment makes the prompts, and a controller may draw further ones."""
@@ -32,14 +25,12 @@ def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if deepspeed is not None:
         sharded = deepspeed.zero_stage == 3
-    of_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     return Geometry(
         num_processes=processes,
         steps_per_generation=args.steps_per_generation,
         chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
         micro_batch_rows=args.per_device_train_batch_size,
-        max_tokens=args.max_tokens_per_micro_batch,
-        micro_step_cost=micro_step_cost(sharded and processes > 1, several_nodes=processes > of_this_node),
+        micro_step_cost=micro_step_cost(sharded and processes > 1),
     )
 
 
@@ -70,34 +61,3 @@ def placeholders(dataset: Dataset, controller: RolloutController) -> Dataset:
     """TRL's rows without content, for an environment that makes the prompts; more of them where a controller draws prompts."""
     repeats = FURTHER_PLACEHOLDERS if controller.draws_prompts else 1
     return add_prompt_ids(concatenate_datasets([dataset] * repeats), deduplicate=False)
-
-
-def make_passes(
-    args: LZEGRPOConfig,
-    accelerator: Accelerator,
-    dataset: Any,  # with prompt ids
-    state: PromptState,
-    planner: Planner,
-    controller: RolloutController,
-    pruning: str,
-) -> Passes:
-    """The plans of generation batches."""
-    num_groups = args.generation_batch_size // args.num_generations
-    ratio = args.selection_ratio or 1.0  # never unset: by the strategy
-    ranks = args.selector not in ("all", "zero_variance")
-    if ranks and ratio < 1.0 and quota(ratio, num_groups) == num_groups:
-        logger.warning(
-            "`selection_ratio=%s` of %d groups is all of them: only dead groups are dropped. Raise `generation_batch_size` (%d).",
-            *(ratio, num_groups, args.generation_batch_size),
-        )
-
-    return Passes(
-        # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        mode="refill" if controller.draws_prompts or args.self_play["instruct"] else pruning,
-        by_prompt=not is_plain(controller, args.num_generations),
-        dataset=None if isinstance(dataset, IterableDataset) else dataset,
-        planner=planner,
-        state=state,
-        args=args,
-        accelerator=accelerator,
-    )

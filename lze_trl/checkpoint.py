@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 import xxhash
-from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -25,12 +23,8 @@ ARRAYS = "arrays"
 """Suffix of our files in the format safetensors: vLLM takes every `*.safetensors` of a folder for weights of the model."""
 _FORMAT = "lze_trl"
 
-_ARCHITECTURE = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
-)
-_OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
-_OF_PASSES = ("pruning", "planner")
+OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
+"""Settings by which the rows of a generation batch are shared out."""
 
 
 class CheckpointError(ValueError):
@@ -152,39 +146,19 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
 # ---- The run that wrote a checkpoint ----
 
 
-def described(args: Any, model: PreTrainedModel, draws_prompts: bool, used: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of the run that wrote it. `used` holds settings that have adapted to the data."""
-    settings = vars(args) | used
-    run = {"num_processes": args.world_size, **{name: settings[name] for name in (*_OF_ROWS, *_OF_PASSES)}}
-    run |= {"draws_prompts": draws_prompts, "model": _architecture(model)}
-    return json.loads(json.dumps(run, default=str))
-
-
-def _architecture(model: PreTrainedModel) -> dict[str, Any]:
-    """What the shapes of trained weights follow from."""
-    config = model.config.get_text_config().to_dict()
-    found = {name: config.get(name) for name in _ARCHITECTURE}
-    if is_peft_model(model):
-        adapter: Any = next(iter(model.peft_config.values()))
-        found |= {"adapter": adapter.peft_type.value, "r": adapter.to_dict().get("r")}
-        found["target_modules"] = sorted(adapter.target_modules or ())
-    return found
-
-
 def refuse_other_run(directory: str, run: dict[str, Any]):
     """
     Refuse, before anything is loaded, a checkpoint that a run cannot go on from: it is none, is damaged, or was written
-    with another model or other settings. `run` is what [`described`] says of the run.
+    with other settings. `run` is what a checkpoint of this run would say.
     """
     meta = refuse_non_checkpoint(directory)
-    of_batch = ("num_processes", *_OF_ROWS) if meta["mid_batch"] else ()
-    before, now = meta | meta["model"], run | run["model"]
-    for name in (*(meta["model"] | run["model"]), *_OF_PASSES, "draws_prompts", *of_batch):
-        if before.get(name) != now.get(name):
+    of_batch = ("num_processes", *OF_ROWS) if meta["mid_batch"] else ()
+    for name in ("pruning", "planner", "draws_prompts", *of_batch):
+        if meta.get(name) != run[name]:
             where = " in the middle of a generation batch" if name in of_batch else ""
             raise CheckpointError(
-                f"`{directory}` was written{where} with `{name}={before.get(name)!r}`, and this run has {now.get(name)!r}. Resume "
-                "with the same model and settings, or start a new run in another `output_dir`, with `state_from`."
+                f"`{directory}` was written{where} with `{name}={meta.get(name)!r}`, and this run has {run[name]!r}. Resume "
+                "with the same settings, or start a new run in another `output_dir`, with `state_from`."
             )
 
 

@@ -4,7 +4,6 @@ import logging
 from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
-from torch import nn
 from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
@@ -46,17 +45,17 @@ class Setup(NamedTuple):
 def prepare(
     args: LZEGRPOConfig,
     train_dataset: Any,
+    reward_funcs: list[Any],
     given: dict[str, Any],
     planner: Planner | None = None,
     controller: RolloutController | None = None,
     own_sampler: str | None = None,
-    pruning: str | None = None,
     selector: Selector | None = None,
 ) -> tuple[Dataset | IterableDataset, RolloutController, dict[str, Any]]:
     """
-    Refuse what cannot be trained; `given` are the arguments of the trainer by name, and `own_sampler` is the name of a user's
-    `_get_train_sampler`. `pruning` replaces that of `args`. Returns the training set with prompt ids, the controller, and the
-    values of the settings that adapt to the data.
+    Refuse what cannot be trained; `given` are the further arguments of the trainer, and `own_sampler` is the name of a user's
+    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the values of the settings that adapt to
+    the data.
     """
     if not isinstance(args, LZEGRPOConfig):
         raise TypeError(
@@ -66,16 +65,11 @@ def prepare(
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     if not makes_prompts and not given.get("rollout_func"):  # which takes what it likes
-        _refuse_unfit_prompts("The training set", train_dataset)
-        held_out = given.get("eval_dataset")
-        for name, rows in (held_out if isinstance(held_out, dict) else {"": held_out}).items():
-            _refuse_unfit_prompts(f"The evaluation set{name and f' {name!r}'}", rows)
-    funcs = given.get("reward_funcs")
-    funcs = funcs if isinstance(funcs, list) else [funcs]
-    controller, pruning = controller or args.make_controller(), pruning or args.pruning
-    voting: list[Any] = [func for func in funcs if isinstance(func, GroupReward)]
+        _refuse_unfit_prompts(train_dataset)
+    controller = controller or args.make_controller()
+    voting: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     votes = get_callable_name(voting[0]) if voting else None
-    run = Setup(args, train_dataset, controller, pruning, planner, selector, votes, own_sampler)
+    run = Setup(args, train_dataset, controller, args.pruning, planner, selector, votes, own_sampler)
     _refuse([*_of_settings(args), *_of_data(run), *_of_parts(run), *_of_self_play(run), *_of_overlap(run, given)])
     run = run._replace(pruning=_resolved_pruning(run))
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or run.pruning == "refill"):
@@ -104,23 +98,22 @@ def _refuse(contradictions: Contradictions):
 
 
 def _of_settings(args: LZEGRPOConfig) -> Contradictions:
-    estimator, http, mode = args.advantage_estimator, _is_http(args), args.vllm_importance_sampling_mode
-    graded, reinforce, by = args.reward_range is not None, estimator.startswith("reinforce"), f"{estimator!r}"
+    http, mode, reinforce = _is_http(args), args.vllm_importance_sampling_mode, args.advantage_estimator != "grpo"
+    graded, by = args.reward_range is not None, "`advantage_estimator='reinforce_plus_plus'`"
     corrects = http and args.loss_type == "vespo" and args.vllm_importance_sampling_correction
     allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
     return [
         (args.alive == "outcome" and args.pass_reward in (None, "total"), "`alive='outcome'` is about a named reward. Set `pass_reward` to that of right answers, or leave `alive` unset."),
         (graded and args.pass_threshold is not None, "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."),
         (graded and str(args.controller).startswith("reinforce_ada"), f"`controller={args.controller!r}` counts passes. Set a `pass_threshold` instead of `reward_range`."),
-        (args.self_play["advantage_statistics"] != "scored" and not reinforce, f"`advantage_statistics` is of REINFORCE++, not of `advantage_estimator={by}`. Leave it unset."),
-        (estimator != "grpo" and args.scale_rewards != "none", f"`scale_rewards` is of 'grpo': `advantage_estimator={by}` has its own scale. Leave it unset."),
-        (estimator != "grpo" and args.multi_objective_aggregation != "sum_then_normalize", f"`advantage_estimator={by}` needs `multi_objective_aggregation='sum_then_normalize'`. Set it."),
+        (args.self_play["advantage_statistics"] != "scored" and not reinforce, f"`advantage_statistics` is of {by}. Leave it unset."),
+        (reinforce and args.scale_rewards != "none", f"`scale_rewards` is of 'grpo': {by} has its own scale. Leave it unset."),
+        (reinforce and args.multi_objective_aggregation != "sum_then_normalize", f"{by} needs `multi_objective_aggregation='sum_then_normalize'`. Set it."),
         (reinforce and args.loss_normalizer == "all", f"`loss_normalizer='all'` drops groups that have a gradient by {by}. Use 'selected'."),
         (args.planner == "greso" and args.pruning == "none", "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."),
         (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
         (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
         (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),
-        (not args.packing and args.max_tokens_per_micro_batch is not None, "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."),
     ]  # fmt: skip
 
 
@@ -173,8 +166,7 @@ def _of_parts(run: Setup) -> Contradictions:
 
 def _of_self_play(run: Setup) -> Contradictions:
     args, writes = run.args, run.args.self_play["instruct"]
-    confidence = args.self_play["label_confidence"]
-    corrects, value = confidence != "none", f"`label_confidence={confidence!r}`"
+    corrects, value = args.self_play["label_confidence"] != "none", "`label_confidence='share'`"
     itself = "`self_play={'instruct': True}`"
     return [
         (corrects and run.votes is None, f"{value} is about a majority vote. Add 'majority' to the reward functions, or leave it unset."),
@@ -189,15 +181,6 @@ def _of_self_play(run: Setup) -> Contradictions:
 # ---- What the trainer is given ----
 
 
-def refuse_ignored_override(name: str):
-    """Refuse an override of a method of TRL that data selection does not call."""
-    raise TypeError(
-        f"`{name}` would never be called in training: data selection generates, scores, chooses and packs completions in steps "
-        "of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
-        "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
-    )
-
-
 def refuse_unfit_objects(**given: Any):
     """Refuse a name or a class where a strategy of the user's own, given by its argument, is expected."""
     for name, value in given.items():
@@ -210,7 +193,7 @@ def refuse_unfit_objects(**given: Any):
         raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
-def _refuse_unfit_prompts(place: str, dataset: Any):
+def _refuse_unfit_prompts(dataset: Any):
     """Refuse rows without a prompt, which fail in the tokenizer or train on nothing."""
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return
@@ -221,7 +204,7 @@ def _refuse_unfit_prompts(place: str, dataset: Any):
         messages = prompt if isinstance(prompt, list) else [{"content": isinstance(prompt, str) and prompt}]
         if not any(isinstance(message, dict) and message.get("content") for message in messages):
             raise ValueError(
-                f"{place} has {prompt!r} as the prompt of row {row}. A prompt is a text that is not empty, or a list of messages "
+                f"The training set has {prompt!r} as the prompt of row {row}. A prompt is a text that is not empty, or a list of messages "
                 "with content. Mend the row, or leave such rows out (`dataset.filter`)."
             )
 
@@ -238,57 +221,44 @@ def _resolved_pruning(run: Setup) -> str:
         )
         return "none"
     if isinstance(run.dataset, IterableDataset):
-        if run.pruning is None or run.args.deduplicate is None:
-            logger.warning(
-                "`train_dataset` is streamed, its rows cannot be read again: prompts are neither pruned nor deduplicated. "
-                "Selection works; for the rest, load the dataset without streaming."
-            )
+        logger.warning(
+            "`train_dataset` is streamed, its rows cannot be read again: prompts are neither pruned nor deduplicated. "
+            "Selection works; for the rest, load the dataset without streaming."
+        )
         return run.pruning or "none"
     if run.ranks or run.pruning is not None:
         return run.pruning or "refill"
-    if run.args.loss_normalizer == "selected" and run.sampler is not None:
-        logger.warning("`%s` orders the prompts, so `pruning` is off: it would change the order.", run.sampler)
-        return "none"
     return "refill" if run.args.loss_normalizer == "selected" else "none"
 
 
-def outcome_rule(
-    args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
-) -> OutcomeRule:
-    """What outcomes are made of, by the settings and the reward functions. Reinforce-Ada counts passes."""
+def outcome_rule(args: LZEGRPOConfig, names: list[str], controller: RolloutController) -> OutcomeRule:
+    """What outcomes are made of, by the settings and the names of the reward functions. Reinforce-Ada counts passes."""
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(
             f"`pass_reward={args.pass_reward!r}` is none of the reward functions {names}. Name one of them, or leave it "
             "unset for their weighted sum."
         )
     column = names.index(args.pass_reward) if args.pass_reward in names else None
-    threshold, bounds, binary = args.pass_threshold, args.reward_range, False
+    threshold, bounds = args.pass_threshold, args.reward_range
     if threshold is None and isinstance(controller, ReinforceAda):
-        weights = args.reward_weights or [1.0] * len(names)
-        counted = [i for i in range(len(names)) if weights[i] != 0.0] if column is None else [column]
-        if len(counted) > 1 or any(isinstance(reward_funcs[i], nn.Module) for i in counted):
-            raise ValueError(
-                f"Reinforce-Ada counts the completions whose reward is above `pass_threshold`, and the reward from "
-                f"{[names[i] for i in counted]} is graded. Set `pass_threshold`, or name a reward of 0 and 1 as `pass_reward`."
-            )
-        threshold, binary = PUBLISHED_THRESHOLD, True
+        threshold = PUBLISHED_THRESHOLD
     elif threshold is None and args.pass_reward is not None and bounds is None:
         threshold = 0.5
-    return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
+    return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]))
 
 
 def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tuple[Dataset | IterableDataset, bool]:
     """Training set with prompt ids, once it is known to fill a generation batch, and whether repeats were dropped."""
     if not isinstance(rows, (Dataset, IterableDataset)):
-        return rows, bool(args.deduplicate)  # TRL says what is wrong with it
+        return rows, False  # TRL says what is wrong with it
     # Rows that a generation batch needs: none of those that a model is only shown
     num_groups = 0 if args.self_play["instruct"] else args.generation_batch_size // args.num_generations
-    deduplicate = isinstance(rows, Dataset) if args.deduplicate is None else args.deduplicate
+    deduplicate = args.deduplicate
     with args.main_process_first(desc="prompt ids"):
         dataset = add_prompt_ids(rows, deduplicate, needs_prompt)
         if isinstance(dataset, IterableDataset):
-            return dataset, deduplicate
-        if args.deduplicate is None and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
+            return dataset, False
+        if deduplicate and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
             logger.warning(
                 "The training set has %d rows and %d different prompts, and a generation batch takes %d: each row counts as "
                 "another prompt. Use a smaller `generation_batch_size`, to give each prompt one group.",

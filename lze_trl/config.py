@@ -13,7 +13,7 @@ from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
-from .settings import RANGES, SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
+from .settings import SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
 from .strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
 
 
@@ -85,9 +85,8 @@ class LZEGRPOConfig(GRPOConfig):
             TRL's: what advantages are divided by, the standard deviation within a `"group"`, over the `"batch"`, or
             `"none"`. Reinforce-Ada was published with `"none"`.
         advantage_estimator (`str`, *optional*, defaults to `"grpo"`):
-            How advantages follow from rewards: `"grpo"`, `"rloo"` (minus the mean of the others of the group),
-            `"reinforce_plus_plus"` (normalised over all tokens of the generation batch) or
-            `"reinforce_plus_plus_baseline"` (minus the group's mean first). All but the first set `scale_rewards="none"`.
+            How advantages follow from rewards: `"grpo"`, or `"reinforce_plus_plus"` (normalised over all tokens of the
+            generation batch), which sets `scale_rewards="none"`.
 
         > Parameters that define a pass
 
@@ -138,10 +137,9 @@ class LZEGRPOConfig(GRPOConfig):
 
         > Parameters that control identity and state
 
-        deduplicate (`bool`, *optional*):
+        deduplicate (`bool`, *optional*, defaults to `True`):
             Whether to drop rows of the training set that repeat another row. `False` keeps them, each remembered as
-            another prompt. Defaults to `True`, and to `False` for a streamed dataset and where too few prompts for a
-            generation batch would remain.
+            another prompt; so are those of a streamed dataset, and where too few prompts for a generation batch would remain.
         state_from (`str`, *optional*):
             Directory (a run or one of its checkpoints) or Hub id of an earlier run, whose prompt state this run starts
             from. Ignored when training resumes from a checkpoint.
@@ -152,9 +150,6 @@ class LZEGRPOConfig(GRPOConfig):
             Whether to pack the chosen completions, sorted by length and trimmed, into few micro-batches. The result is the
             same. Defaults to packing, except where the loss depends on which rows share a micro-batch
             (`top_entropy_quantile`).
-        max_tokens_per_micro_batch (`int`, *optional*):
-            Token budget of a micro-batch (rows × padded length) on each process. A packed micro-batch then holds as
-            many rows as fit, instead of `per_device_train_batch_size`.
 
         > Parameters that control generation by vLLM servers over HTTP (`use_vllm=True`, `vllm_mode="http"`)
 
@@ -221,10 +216,9 @@ class LZEGRPOConfig(GRPOConfig):
     planner_kwargs: Settings = None  # type: ignore[assignment]
     controller: Literal[*CONTROLLERS, None] = None  # type: ignore[valid-type]
     controller_kwargs: Settings = None  # type: ignore[assignment]
-    deduplicate: bool | None = None
+    deduplicate: bool = True
     state_from: str | None = None
     packing: bool | None = None
-    max_tokens_per_micro_batch: int | None = None
     vllm_mode: Literal["colocate", "server", "http"] = "colocate"
     vllm_server_urls: list[str] | None = None
     vllm_server_kwargs: Settings = None  # type: ignore[assignment]
@@ -275,14 +269,14 @@ class LZEGRPOConfig(GRPOConfig):
         """What the default strategy changes for settings that it would otherwise ignore or refuse."""
         if self.strategy != DEFAULT:
             return {}
-        if self.advantage_estimator.startswith("reinforce"):  # groups with equal rewards have a gradient
+        if self.advantage_estimator != "grpo":  # groups with equal rewards have a gradient
             return {"selector": "all", "loss_normalizer": "selected"}
         return {} if self.selection_ratio is None else {"selector": "energy"}
 
     def _check_values(self):
         hints = get_type_hints(type(self))
         for own in fields(self):
-            checked = own.name not in _TRL_FIELDS or own.name in ("vllm_mode", *RANGES[""])
+            checked = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
             if checked and own.name not in SETTING_BLOCKS:
                 check_value(own.name, getattr(self, own.name), hints[own.name])
         bounds = self.reward_range

@@ -34,7 +34,7 @@ from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
 from .rollout.uniform import UniformSample
 from .rollout.watch import watched
-from .select.advantages import Drawn, estimate_advantages, zero_std_share
+from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
 
 
 TENSOR_SOURCES = (
@@ -186,16 +186,12 @@ class Engine:
         return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
 
     @property
-    def corrects_sampling(self) -> bool:
-        """Whether TRL weighs rows by how far the policy is from the one that sampled them."""
-        return self._trainer.use_vllm and self._trainer.vllm_importance_sampling_correction
-
-    @property
     def logprob_passes(self) -> int:
         """Forward passes that TRL makes for old and reference log-probabilities of each row of a batch."""
         trainer, args = self._trainer, self._trainer.args
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
-        return int(not aligned or self.corrects_sampling) + int(trainer.beta != 0.0)
+        corrects_sampling = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+        return int(not aligned or corrects_sampling) + int(trainer.beta != 0.0)
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
@@ -481,19 +477,11 @@ class Engine:
 
     def _advantages(self, batch: Batch) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""
-        statistics, weights = None, batch.represented_rows
-        if "unfiltered" in batch.rows:
-            statistics = Drawn(batch.unfiltered, batch.group, batch.num_groups, batch.loss_tokens * weights)
-        return estimate_advantages(
-            self._trainer.args.advantage_estimator,
-            batch.rewards,
-            batch.group,
-            batch.num_groups,
-            batch.loss_tokens,
-            self._trainer.scale_rewards,
-            statistics,
-            weights,
-        )
+        trainer, weights = self._trainer, batch.represented_rows
+        if trainer.args.advantage_estimator == "grpo":
+            return group_advantages(batch.rewards, batch.group, batch.num_groups, trainer.scale_rewards, weights)
+        counted = batch.unfiltered if "unfiltered" in batch.rows else batch.rewards
+        return normalised_over_tokens(batch.rewards, counted, batch.loss_tokens * weights)
 
     def _packed_logprobs(self, batch: Batch) -> Callable:
         """TRL's computation of log-probabilities, in the micro-batches of the update: without the padding of all rows."""
@@ -629,29 +617,6 @@ class Engine:
                 return excess.sum(-1).mean() / accumulation
         items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
         return excess.sum() / (items * accumulation / trainer.args.steps_per_generation)
-
-    def log_all_names(self):
-        """
-        Complete the metrics with those that TRL logs of every update, if none had rows: nothing was lost and nothing
-        clipped. What only a forward pass tells is NaN, which TRL logs as `None`.
-        """
-        trainer, names = self._trainer, {"entropy": math.nan}
-        if trainer.beta != 0.0:
-            names["kl"] = math.nan
-        if trainer.aux_loss_enabled:
-            names["aux_loss"] = math.nan
-        if trainer.entropy_coef != 0.0 or trainer.use_adaptive_entropy:
-            names |= {"policy_loss": 0.0, "entropy_coef": trainer.entropy_coef}
-        if trainer.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
-            ratios = ("low_mean", "low_min", "high_mean", "high_max", "region_mean")
-            names |= {f"clip_ratio/{ratio}": 0.0 for ratio in ratios}
-        elif trainer.loss_type == "cispo":
-            names["cispo_clip_ratio"] = 0.0
-        elif trainer.loss_type == "vespo":
-            names["vespo/phi_seq_mean"] = math.nan
-        for name, value in names.items():
-            if not self.metrics[name]:
-                self.metrics[name].append(value)
 
     # ---- Servers and checkpoints ----
 

@@ -1,7 +1,7 @@
 """Settings that are given as dictionaries: what each may hold, and how values are checked."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -70,13 +70,7 @@ RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
         "pass_threshold": "(-inf, inf)",
-        "max_tokens_per_micro_batch": "[1, inf)",
         "environment_timeout": "(0, inf)",
-        # Fields of TRL whose bad values would only show in the first step
-        "learning_rate": "[0, inf)",
-        "temperature": "(0, inf)",
-        "top_p": "(0, 1]",
-        "max_completion_length": "[1, inf)",
     },
     "selector_kwargs": {
         **dict.fromkeys(("gumbel_scale", "momentum_weight"), "[0, inf)"),
@@ -131,8 +125,6 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
     values = known | defaults | dict(given)
     hints = get_type_hints(owner)
     for name, value in values.items():
-        if value is MISSING:
-            raise ValueError(f"`{block}` needs the setting {name!r}.")
         check_value(name, value, hints[name], block)
     return values
 

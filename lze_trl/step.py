@@ -1,6 +1,5 @@
 """The way of one generation batch: plan → roll out → score → remember → select → pack."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from accelerate import Accelerator
 from .batch import Batch, Table
 from .engine import TENSOR_SOURCES, Engine
 from .memory.state import PromptState
-from .pack.layout import Geometry, Layout, pack, padding_efficiency, relaid, trl_layout, unpacked
+from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
 from .pack.micro_batch import filler_inputs, micro_batch
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
 from .pack.window import Window
@@ -56,8 +55,6 @@ class GenerationStep:
         self.window = Window()  # the optimizer step under way
         self.votes = VoteHistory()
         self.advice = Advice(self.args, self.recorder.reward_names)
-        self._chunk_steps = self.geometry.chunk_steps  # fewer after an interrupted training
-        self._made_at = -1  # micro-step at which the batch was made; -1 if that was before a resume
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
         self._ready: Batch | None = None  # the next batch, finished before its time
@@ -69,22 +66,9 @@ class GenerationStep:
         return self.micro_step % (self.args.steps_per_generation * self.args.num_iterations) != 0
 
     def training_begins(self):
-        """
-        A training begins. As TRL does after one that was interrupted: forget its unfinished optimizer step, and go on with its
-        generation batch. Optimizer steps now begin elsewhere in generation batches, so that chunks have to be smaller.
-        """
+        """A training begins: forget the optimizer step and the generation batch in which one before it has ended."""
         self.window.reset()
-        self._made_at, before = -1, self._chunk_steps
-        self._chunk_steps = math.gcd(self.geometry.chunk_steps, self.micro_step)
-        batch = self.batch
-        if batch is None or batch.num_rows == 0 or batch.layout.by_trl:
-            return
-        if self.mid_batch and self._chunk_steps != before:
-            batch.layout = relaid(batch.layout, batch.rows.slot, self._layout_geometry)
-
-    @property
-    def _layout_geometry(self) -> Geometry:
-        return replace(self.geometry, chunk_steps=self._chunk_steps)
+        self.batch, self.micro_step, self._in_use = None, 0, False
 
     @property
     def batches_made(self) -> int:
@@ -93,17 +77,14 @@ class GenerationStep:
 
     def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
         """Make the generation batch of this micro-step, unless it is still in use."""
-        if self.batch is None or (not self.mid_batch and self._made_at != self.micro_step):
+        if self.batch is None or not self.mid_batch:
             self.batch = self._next(inputs, engine) if self._ready is None else self._ready
-            self._ready, self._made_at = None, self.micro_step
+            self._ready = None
             self.generation += 1
-            if self.args.overlap == "one_step" and self._another_follows(engine):
+            micro_steps = self.args.steps_per_generation * self.args.num_iterations
+            end = engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps
+            if self.args.overlap == "one_step" and end < engine.max_steps:
                 self._start_next(engine)
-
-    def _another_follows(self, engine: Engine) -> bool:
-        """Whether the training goes on after the batch that has just been made."""
-        micro_steps = self.args.steps_per_generation * self.args.num_iterations
-        return engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps < engine.max_steps
 
     def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
         """The plan of the next batch."""
@@ -129,10 +110,6 @@ class GenerationStep:
         """Finish the batch that servers work on: before their weights change, and before a checkpoint."""
         if self._ahead is not None:
             self._ready = self._next([], engine)
-
-    def replace_passes(self, passes: Passes):
-        """Plan over another training set from the next batch on."""
-        self.passes = self.rounds.passes = passes
 
     @property
     def _made(self) -> Batch:
@@ -265,13 +242,12 @@ class GenerationStep:
             counted = weights_of_part(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
         else:
             counted = weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
-        geometry, chunk = self._layout_geometry, counted.slot // self._chunk_steps
         if args.packing:
             lengths = drawn.prompt_tokens[rows], drawn.completion_tokens[rows]
-            return counted, pack(*lengths, chunk, geometry, drawn.owner[rows])
+            return counted, pack(*lengths, counted.chunk, geometry, drawn.owner[rows])
         if even and whole:
             return counted, trl_layout(slot, drawn.owner, drawn.shuffled, geometry)
-        return counted, unpacked(chunk, geometry)
+        return counted, unpacked(counted.chunk, geometry)
 
     def _nothing(self, plan: Plan, engine: Engine) -> Batch:
         """A batch of which pruning, or the controller, has left nothing."""
@@ -346,8 +322,7 @@ class GenerationStep:
         self.generation, self._in_use, self._keeps_ready = state["generation"], state["in_use"], state["ready"]
         # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
         self.micro_step = state["micro_step"] if self._in_use else 0
-        self.batch, self._made_at = None, -1
-        self._ahead = self._ready = None
+        self.batch = self._ahead = self._ready = None
         self.window.reset()
 
     @property

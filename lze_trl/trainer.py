@@ -1,19 +1,17 @@
 """The trainer: TRL's GRPO, trained on the groups that are worth a gradient."""
 
 import copy
-import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 from transformers.integrations import TrackioCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
@@ -22,21 +20,21 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import checks
-from .build import make_geometry, make_passes, make_state, placeholders
+from .build import make_geometry, make_state, placeholders
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, rehearsal, without_vllm
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
-from .plan.passes import PromptSource
+from .plan.passes import Passes, PromptSource
 from .plan.planners import Planner
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
-from .rollout.controllers import RolloutController
+from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
-from .rollout.guard import RewardError, RewardNotes, checked
+from .rollout.guard import RewardNotes, checked
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, instances, reader
 from .select.selectors import Selector
@@ -45,19 +43,6 @@ from .trl_contract import check_releases
 
 
 logger = logging.getLogger(__name__)
-
-
-class Beginning(TrainerCallback):
-    """Calls `resume` with the checkpoint of a training when what TRL and transformers have saved of it is loaded."""
-
-    def __init__(self, resume: Callable[[str], None]):
-        self.resume = resume
-        self.checkpoint: str | bool | None = None
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """TRL's parts have gone on."""
-        if isinstance(self.checkpoint, str):
-            self.resume(self.checkpoint)
 
 
 class CheckpointAtStepEnd(JITCheckpointCallback):
@@ -147,9 +132,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     args: LZEGRPOConfig
     model: PreTrainedModel
 
-    # An object made without `__init__` works as TRL's does
-    generation_step: GenerationStep | None = None
-    resolved: Mapping[str, Any] = MappingProxyType({})
+    generation_step: GenerationStep
+    resolved: dict[str, Any]
     """What `pruning` and `deduplicate` are for this training set, also where they are unset in `args`."""
 
     def __init__(
@@ -170,16 +154,18 @@ class LZEGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
         if ignored := _override(type(self), "_generate_and_score_completions"):
-            checks.refuse_ignored_override(ignored)
+            raise TypeError(
+                f"`{ignored}` would never be called in training: data selection generates, scores, chooses and packs completions in "
+                "steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
+                "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
+            )
         checks.refuse_unfit_objects(selector=selector, controller=controller, planner=planner)
         reward_funcs = instances(reward_funcs)
-        signature = inspect.signature(GRPOTrainer.__init__)
-        given = signature.bind_partial(self, model, reward_funcs, args, train_dataset, *positional, **kwargs).arguments
+        funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         own_sampler = _override(type(self), "_get_train_sampler")
         train_dataset, controller, self.resolved = checks.prepare(
-            args, train_dataset, given, planner, controller, own_sampler, selector=selector
+            args, train_dataset, funcs, kwargs, planner, controller, own_sampler, selector
         )
-        funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         group_rewards = _group_rewards(funcs)
         callables = [
             reader(func, lambda ballots: None, (), True) if i in group_rewards else func
@@ -202,10 +188,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, JITCheckpointCallback):
                 callback.__class__ = CheckpointAtStepEnd
-        self._beginning = Beginning(self._resume)
-        self.callback_handler.callbacks.insert(
-            0, self._beginning
-        )  # users' callbacks see the state that is gone on from
         own_funcs: list[Any] = self.reward_funcs
         for i, func in group_rewards.items():
             own_funcs[i] = func
@@ -214,7 +196,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             tokenizer: Any = self.processing_class
             generation = HTTPGeneration(self.model, self.accelerator, tokenizer, args)
-            generation.before_sync = lambda: self._own_step.drain(Engine(self))
+            generation.before_sync = lambda: self.generation_step.drain(Engine(self))
             Engine(self).connect(generation)
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
         self._build_parts(*parts, instruction, recurring)
@@ -222,7 +204,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.summary:
             metric = accuracy_metric(args.pass_reward, self.reward_func_names)
             self.summary = RunSummary(
-                self.savings, self._flush_at_the_end, metric, _write_report, self._own_step.advice.lines
+                self.savings, self._flush_at_the_end, metric, _write_report, self.generation_step.advice.lines
             )
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
@@ -236,7 +218,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     ):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
-        rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
+        rule = checks.outcome_rule(args, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
         writes: PromptSource | None = None
@@ -245,7 +227,16 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
         prompts = dataset if writes is None else writes.pool
-        self.passes = make_passes(args, self.accelerator, prompts, self.prompt_state, planner, controller, pruning)
+        self.passes = Passes(
+            # A controller that draws prompts takes them from the stream, also where nothing is pruned
+            mode="refill" if controller.draws_prompts or writes is not None else pruning,
+            by_prompt=not is_plain(controller, args.num_generations),
+            dataset=None if isinstance(prompts, IterableDataset) else prompts,
+            planner=planner,
+            state=self.prompt_state,
+            args=args,
+            accelerator=self.accelerator,
+        )
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
         described = {
             "selector": args.selector if type(selector) is type(args.make_selector()) else type(selector).__name__,
@@ -268,33 +259,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
 
     @property
-    def _own_step(self) -> GenerationStep:
-        """The generation step of a trainer that was made by `__init__`."""
-        if self.generation_step is None:
-            raise RuntimeError(
-                "This trainer was made without `__init__`, so it has no generation step. Make it by its constructor."
-            )
-        return self.generation_step
-
-    @property
-    def planner(self) -> Planner:
-        """Ranks the prompts of a pass."""
-        return self.passes.planner
-
-    @property
-    def controller(self) -> RolloutController:
-        """Says how many completions each prompt gets."""
-        return self._own_step.controller
-
-    @property
-    def selector(self) -> Selector:
-        """Chooses the groups to train on."""
-        return self._own_step.selector
-
-    @property
     def vote_history(self) -> VoteHistory:
         """What was seen so far of votes and of a probe set."""
-        return self._own_step.votes
+        return self.generation_step.votes
 
     @property
     def group_rewards(self) -> dict[int, GroupReward]:
@@ -305,46 +272,18 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @property
     def train_dataset(self) -> Dataset | IterableDataset:
-        """
-        The training set, with prompt ids. Another one can be assigned between trainings: it begins with a new pass, and what is
-        known of prompts is kept.
-        """
+        """The training set, with prompt ids."""
         return vars(self)["train_dataset"]
 
     @train_dataset.setter
     def train_dataset(self, dataset: Any):
-        # Differs from transformers: a set that is assigned later is prepared as that of the constructor
-        if self.generation_step is not None:
-            dataset = self._prepared(dataset)
+        # Differs from transformers: passes and memory are those of the set that the trainer was made with
+        if "generation_step" in vars(self):
+            raise AttributeError(
+                "`train_dataset` cannot be replaced. Make a new trainer with the other data, and `state_from` this run to keep what is "
+                "known of prompts."
+            )
         vars(self)["train_dataset"] = dataset
-
-    def _prepared(self, dataset: Any) -> Dataset | IterableDataset:
-        """Another training set, with prompt ids; the next generation batch is planned over it."""
-        if self.is_in_train:
-            raise RuntimeError("`train_dataset` cannot be replaced during a training. Assign it before `train()`.")
-        if self.args.self_play["instruct"]:
-            raise ValueError(
-                "`self_play={'instruct': True}` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
-                "trainer with the other data."
-            )
-        if dataset is not None and not isinstance(dataset, (Dataset, IterableDataset)):
-            raise TypeError(
-                f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{type(dataset).__name__}`. Make one of it, "
-                "for example by `datasets.Dataset.from_list`."
-            )
-        given = {"reward_funcs": self.reward_funcs, "train_dataset": dataset, "rollout_func": self.rollout_func}
-        pruning, sampler = self.resolved["pruning"], _override(type(self), "_get_train_sampler")
-        dataset, _, resolved = checks.prepare(
-            *(self.args, dataset, given),
-            controller=self.controller,
-            own_sampler=sampler,
-            pruning=pruning,
-            selector=self.selector,
-        )
-        rows, parts = self._used_columns(dataset), (self.prompt_state, self.planner, self.controller, pruning)
-        self.passes, self.resolved = make_passes(self.args, self.accelerator, rows, *parts), resolved
-        self._own_step.replace_passes(self.passes)
-        return dataset
 
     def _used_columns(self, dataset: Any) -> Any:
         """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""
@@ -366,27 +305,27 @@ class LZEGRPOTrainer(GRPOTrainer):
         sampler: Any = super()._get_train_sampler(dataset)
         if type(sampler) is not RepeatSampler:  # another class has come between TRL's and ours
             return sampler
-        if self.generation_step is not None and self.passes.grows:
+        if self.passes.grows:
             # Whole optimizer steps, however few seeds there are
             return [0] * (
                 self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             )
-        if self.generation_step is not None and self.passes.mode == "refill":
+        if self.passes.mode == "refill":
             return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
         return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # Differs from TRL: in training, micro-batches come from the packed generation batch
-        if not self.model.training or self.generation_step is None:
+        if not self.model.training:
             return super()._prepare_inputs(generation_batch)
-        return self._own_step.micro_batch()
+        return self.generation_step.micro_batch()
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
         # rewards of whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        notes = self.reward_notes if self.model.training and self.generation_step is not None else None
+        notes = self.reward_notes if self.model.training else None
         ballots: dict[int, list] = {} if notes is None else notes.ballots
         ends = Engine(self).end_tokens
         funcs = [
@@ -401,12 +340,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.environments is not None:  # whatever a reward model makes of failed episodes
             failed = [reason is not None for reason in failures(self.environments)]
             rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
-        if torch.isinf(rewards).any():
-            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
-            raise RewardError(
-                f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
-                "number, or None where it does not apply."
-            )
         if self.group_rewards and not self.model.training:
             return Engine(self).settle_evaluation(rewards, ballots)
         return rewards
@@ -416,7 +349,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
         # to synchronise
-        engine, step, begin = Engine(self), self._own_step, time.perf_counter()
+        engine, step, begin = Engine(self), self.generation_step, time.perf_counter()
         engine.training_mode(model)
         step.prepare(inputs, engine)
         synchronises, logged = self.accelerator.sync_gradients, len(engine.metrics["step_time"])
@@ -440,7 +373,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(self._own_step.window, _loss_by_trl, *arguments)
+        return Engine(self).weighted_loss(self.generation_step.window, _loss_by_trl, *arguments)
 
     # ---- Forecasts ----
 
@@ -452,7 +385,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         """
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
-        own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}, "generation_step": None}
+        own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}}
         with rehearsal(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
             view._build_parts(args.make_planner(), args.make_controller(), args.make_selector(), None, recurring=True)
             yield view
@@ -488,14 +421,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         return token_cost(self.accelerator.unwrap_model(self.model), self.args.gradient_checkpointing)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Differs from TRL: the savings so far are among the metrics, none of TRL's is missing where no update had rows,
-        # and all of them also go to the telemetry
-        engine, step = Engine(self), self.generation_step
-        if step is None:
-            super().log(logs, start_time)
-            return
-        if self.model.training and engine.metrics.get("lze/skipped_update"):
-            engine.log_all_names()
+        # Differs from TRL: the savings so far are among the metrics, and all of them also go to the telemetry
+        step = self.generation_step
         if step.generation and not any(name.startswith("eval_") for name in logs):
             logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
         super().log(logs, start_time)
@@ -505,12 +432,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             if not self.is_in_train:
                 step.recorder.close()
 
-    def flush_telemetry(self):
-        """Write what was recorded and is not on disk yet."""
-        self._own_step.recorder.flush()
-
     def _flush_at_the_end(self):
-        step = self._own_step
+        step = self.generation_step
         if step.generation:
             step.recorder.advise(step.advice.lines(ended=True))
         step.recorder.flush()
@@ -575,9 +498,11 @@ class LZEGRPOTrainer(GRPOTrainer):
                     f"`{run_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
+        self.generation_step.training_begins()
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
-        elif self.args.state_from is not None and not self._own_step.generation:
+            self._resume(resume_from_checkpoint)
+        elif self.args.state_from is not None and not self.generation_step.generation:
             from .remote import STATE_FILES, resolve
 
             source = resolve(self.args.state_from, STATE_FILES)
@@ -586,8 +511,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
-        self._own_step.training_begins()
-        self._beginning.checkpoint = resume_from_checkpoint
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             ended = "finished"
@@ -597,9 +520,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             raise
         finally:
             Engine(self).training_ended()
-            self._own_step.give_up(Engine(self))
+            self.generation_step.give_up(Engine(self))
             self._flush_at_the_end()
-            self._own_step.recorder.close(ended)
+            self.generation_step.recorder.close(ended)
         if self.args.should_save:
             self._save_parts(run_dir)
         return result
@@ -619,38 +542,41 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.args.should_save:  # one that is there already is incomplete from here on
             Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
-        self._own_step.drain(Engine(self))
-        if parts := self._own_step.row_parts():
+        self.generation_step.drain(Engine(self))
+        if parts := self.generation_step.row_parts():
             store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
-        self.flush_telemetry()  # a resumed run does not record it again
+        self.generation_step.recorder.flush()  # a resumed run does not record it again
         if self.args.should_save:
             self._save_parts(directory)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
 
     def _resume(self, checkpoint: str):
-        """Our parts continue from a checkpoint, when TRL's have."""
+        """Our parts continue from a checkpoint."""
         store.load_parts(checkpoint, store.STATE_NAME, self._parts)
-        if rows := self._own_step.row_parts():
+        if rows := self.generation_step.row_parts():
             store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
         Engine(self).weights_changed()
-        self._own_step.training_begins()
 
     @property
     def _parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process."""
         servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
-        return self._own_step.parts() | servers
+        return self.generation_step.parts() | servers
 
     def _save_parts(self, directory: str):
-        place = {"global_step": self.state.global_step, "mid_batch": self._own_step.holds_rows}
+        place = {"global_step": self.state.global_step, "mid_batch": self.generation_step.holds_rows}
         store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
 
     @property
     def _described(self) -> dict[str, Any]:
         """What a checkpoint says of this run."""
-        used = dict(self.resolved)
-        if type(self.planner) is not type(self.args.make_planner()):  # an object that was passed to the trainer
-            used["planner"] = type(self.planner).__name__
-        model = self.accelerator.unwrap_model(self.model)
-        return store.described(self.args, model, self.controller.draws_prompts, used)
+        args, planner, controller = self.args, self.passes.planner, self.generation_step.controller
+        own = type(planner) is not type(args.make_planner())  # an object that was passed to the trainer
+        return {
+            "num_processes": args.world_size,
+            **{name: vars(args)[name] for name in store.OF_ROWS},
+            **self.resolved,
+            "planner": type(planner).__name__ if own else args.planner,
+            "draws_prompts": controller.draws_prompts,
+        }

@@ -47,35 +47,16 @@ STATE = {
 }
 """Private attributes of TRL's trainer."""
 
-# fmt: off
-ATTRIBUTES = (
-    "accelerator", "aux_loss_enabled", "beta", "entropy_coef", "log_completions", "loss_type",
-    "mask_truncated_completions", "num_generations", "num_iterations", "pad_to_multiple_of", "reward_func_names",
-    "reward_weights", "router_aux_loss_coef", "scale_rewards", "shuffle_dataset", "top_entropy_quantile",
-    "use_adaptive_entropy", "use_transformers_continuous_batching", "use_vllm", "vllm_importance_sampling_correction",
-)
-# fmt: on
-"""Public attributes of TRL's trainer."""
-
 OF_MODELS = ("_get_logits_processor",)
 """Private methods of transformers' models, to see what tokens are sampled from. A model without one has no log-probabilities."""
 
 PRIVATE = (*METHODS, *STATE, *OF_MODELS)
 """All private names that this package touches."""
 
-PUBLIC: dict[str, tuple[str, ...]] = {
-    "training_step": ("model inputs num_items_in_batch",),
-    "compute_loss": ("model inputs return_outputs num_items_in_batch",),
-    "get_train_dataloader": ("",),
-    "log": ("logs start_time",),
-    "create_model_card": ("model_name dataset_name tags",),
-}
-"""Public methods that the trainer overrides."""
-
 
 def changes(trainer: type = GRPOTrainer) -> Iterator[str]:
     """What a trainer class has otherwise than every supported release, one sentence each."""
-    for name, forms in (METHODS | PUBLIC).items():
+    for name, forms in METHODS.items():
         method: Callable | None = getattr(trainer, name, None)
         if method is None:
             yield f"`{name}` is gone"
@@ -84,7 +65,7 @@ def changes(trainer: type = GRPOTrainer) -> Iterator[str]:
         if not any(_fits(found, form.split()) for form in forms):
             yield f"`{name}` takes ({', '.join(p.name for p in found)}), and took ({', '.join(forms[0].split())})"
     used = _names_in_code(trainer)
-    for name in (*STATE, *ATTRIBUTES):
+    for name in STATE:
         if name not in used:
             yield f"the attribute `{name}` is gone"
 

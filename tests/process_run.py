@@ -57,11 +57,11 @@ def run(directory: Path, name: str, settings: dict):
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
     result = {
-        "choices": trainer.selector.choices,
+        "choices": trainer.generation_step.selector.choices,
         "rows_trained": trainer.ledger.rows_trained,
         "visits_skipped": trainer.ledger.visits_skipped,
         "skipped_updates": trainer.ledger.skipped_updates,
-        "foresight": trainer.prompt_state.foresight.weights.tolist(),
+        "foresight": trainer.prompt_state.foresight.model.weights.tolist(),
         "alive": trainer.prompt_state.prompts(trainer.prompt_state["prompt_ids"]).alive.tolist(),
     }
     leave(directory, name, trainer, result)

@@ -1,7 +1,5 @@
 """Advantages from all completions drawn: goldens by hand, TRL's formulas, and what holds for any rewards."""
 
-from typing import get_args
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ import votes_run
 from lze_trl import LZEGRPOTrainer
 from lze_trl.rewards import MajorityReward
 from lze_trl.rewards.majority import read_vote
-from lze_trl.select.advantages import Estimator, estimate_advantages, group_advantages, zero_std_share
+from lze_trl.select.advantages import group_advantages, normalised_over_tokens, zero_std_share
 from samples import NAN, outcome_groups, rollouts
 
 
@@ -96,56 +94,34 @@ def test_advantages_are_centred_rewards(outcomes, scale):
             np.testing.assert_allclose(mine[known] * abs(centred).max(), centred * abs(mine).max(), atol=1e-9)
 
 
-# ---- Estimators ----
+# ---- REINFORCE++ ----
 
-ESTIMATORS = get_args(Estimator)
-OVER_TOKENS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+RPP = "reinforce_plus_plus"
 
 
-def by_force(estimator: str, outcomes: list[list[float]], tokens: list[int]) -> list[float]:
-    """Advantages by what the estimators are defined as: over the others of a group, and over tokens one by one."""
-    values, lengths = [], iter(tokens)
-    for rewards in outcomes:
-        for i, reward in enumerate(rewards):
-            known = [r for r in rewards if not np.isnan(r)]
-            others = [r for j, r in enumerate(rewards) if j != i and not np.isnan(r)]
-            if estimator == "rloo":
-                value = reward - np.mean(others) if others else 0.0
-            else:
-                value = reward - np.mean(known) if estimator.endswith("baseline") and known else reward
-            values.append((0.0 if np.isnan(reward) and estimator == "rloo" else value, next(lengths)))
-    if estimator == "rloo":
-        return [value for value, _ in values]
-    every = np.array([value for value, length in values for _ in range(length) if not np.isnan(value)])
-    mean, deviation = every.mean(), max(every.std(), 1e-4)
-    return [0.0 if np.isnan(value) else (value - mean) / deviation for value, _ in values]
+def by_force(rewards: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Advantages by the definition of REINFORCE++, over tokens one by one."""
+    known = ~np.isnan(rewards)
+    every = np.repeat(rewards[known], tokens[known])
+    return np.where(known, (rewards - every.mean()) / max(every.std(), 1e-4), 0.0)
 
 
 @given(outcome_groups((0.0, 1.0, 0.3, -2.5, NAN)), st.randoms())
-def test_estimators_by_force(outcomes, random):
+def test_reinforce_plus_plus_by_force(outcomes, random):
     drawn = rollouts(dict(enumerate(outcomes)))
-    tokens = [random.randint(1, 9) for _ in range(drawn.num_rows)]
-    known = drawn.rewards[~np.isnan(drawn.rewards)]
-    for estimator in ("rloo", *OVER_TOKENS):
-        found = estimate_advantages(estimator, drawn.rewards, drawn.group, drawn.num_groups, np.array(tokens))
-        assert found.dtype == np.float64 and found.shape == (drawn.num_rows,)
-        assert (found[np.isnan(drawn.rewards)] == 0.0).all()
-        if len(known):
-            np.testing.assert_allclose(found, by_force(estimator, outcomes, tokens), atol=1e-9)
-    for scale in SCALES:
-        same = group_advantages(drawn.rewards, drawn.group, drawn.num_groups, scale)
-        found = estimate_advantages("grpo", drawn.rewards, drawn.group, drawn.num_groups, np.array(tokens), scale)
-        assert found.tobytes() == same.tobytes()
+    tokens = np.array([random.randint(1, 9) for _ in range(drawn.num_rows)])
+    found = normalised_over_tokens(drawn.rewards, drawn.rewards, tokens)
+    assert found.dtype == np.float64 and found.shape == (drawn.num_rows,)
+    assert (found[np.isnan(drawn.rewards)] == 0.0).all()
+    if not np.isnan(drawn.rewards).all():
+        np.testing.assert_allclose(found, by_force(drawn.rewards, tokens), atol=1e-9)
 
 
-@pytest.mark.parametrize("estimator", OVER_TOKENS)
-def test_rewards_that_do_not_differ_have_no_advantage(estimator):
-    drawn = rollouts({0: [0.1] * 3, 1: [0.1] * 4})
-    tokens = np.array([7, 3, 5, 1, 9, 2, 4])
-    assert not estimate_advantages(estimator, drawn.rewards, drawn.group, 2, tokens).any()
-    drawn = rollouts({0: [0.1, 0.2], 1: [NAN, NAN]})
-    nothing = np.zeros(4, dtype=np.int64)  # no token that the loss covers
-    assert not estimate_advantages(estimator, drawn.rewards, drawn.group, 2, nothing).any()
+def test_rewards_that_do_not_differ_have_no_advantage():
+    same = np.full(7, 0.1)
+    assert not normalised_over_tokens(same, same, np.array([7, 3, 5, 1, 9, 2, 4])).any()
+    other = np.array([0.1, 0.2, NAN, NAN])
+    assert not normalised_over_tokens(other, other, np.zeros(4)).any()  # no token that the loss covers
 
 
 class NotingTrainer(LZEGRPOTrainer):
@@ -180,28 +156,26 @@ def by_groups(drawn, values) -> list[list[float]]:
     return [values[drawn.group == g].tolist() for g in range(drawn.num_groups)]
 
 
-SOME, ALL = {"selection_ratio": 0.34}, {"selector": "all", "selection_ratio": 1.0}
-
-
-@pytest.mark.parametrize(("estimator", "selection"), [*zip(ESTIMATORS, [SOME, ALL, SOME, ALL], strict=True)])
-def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimator, selection):
+@pytest.mark.parametrize(("estimator", "rows"), [("grpo", 4), (RPP, 12)])
+def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimator, rows):
+    selection = {"selection_ratio": 0.34} if rows == 4 else {"selector": "all"}
     own = {"advantage_estimator": estimator, "pruning": "none", "trainer": {"rollout_func": tiny.fixed_rollouts}}
     trainer = tiny.run(tmp_path, cls=NotingTrainer, **own, **selection)
 
     def advantages_of(drawn):
         if estimator == "grpo":
             return group_advantages(drawn.rewards, drawn.group, drawn.num_groups, "group")
-        return by_force(estimator, by_groups(drawn, drawn.rewards), drawn.loss_tokens.tolist())
+        return by_force(drawn.rewards, drawn.loss_tokens)
 
     trainer.assert_trained_by(advantages_of)
-    assert len(trainer.trained) == (3 * 12 if selection is ALL else 3 * 4)
+    assert len(trainer.trained) == 3 * rows
     assert len({round(advantage, 4) for *_, advantage in trainer.trained}) > 2
 
 
-@pytest.mark.parametrize(("estimator", "statistics"), [*zip(OVER_TOKENS, ["scored", "drawn"], strict=True)])
-def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, statistics):
+@pytest.mark.parametrize("statistics", ["scored", "drawn"])
+def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, statistics):
     """Published by SeRL: mean and deviation over all groups, of which some are dropped afterwards."""
-    settings = {"advantage_estimator": estimator, "self_play": {"advantage_statistics": statistics}}
+    settings = {"advantage_estimator": RPP, "self_play": {"advantage_statistics": statistics}}
     settings |= {"selector": "zero_variance", "pruning": "none", "num_generations": 6}
     args = tiny.config(tmp_path, per_device_train_batch_size=30, **settings)
     model, data = votes_run.save(tmp_path / "model"), tiny.prompts(11).remove_columns("solution")
@@ -223,7 +197,7 @@ def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, estimator, st
         assert drawn.rewards[~dropped].tolist() == np.concatenate(rewards)[~dropped].tolist()
         if statistics == "scored":
             rewards = [[NAN] * 6 if dropped[6 * g] else values for g, values in enumerate(rewards)]
-        return np.where(dropped, NAN, by_force(estimator, rewards, drawn.loss_tokens.tolist()))
+        return np.where(dropped, NAN, by_force(np.concatenate(rewards), drawn.loss_tokens))
 
     assert trainer.trained and any(np.isnan(drawn.rewards).any() for drawn in trainer.drawn)
     trainer.assert_trained_by(advantages_of)

@@ -398,7 +398,7 @@ def test_greso_skips_prompts_without_a_signal(tmp_path):
     assert 0 < trainer.ledger.visits_skipped == 12 * 6 - trainer.ledger.groups_rolled_out
     assert np.mean([visits[prompt] for prompt in dead]) < np.mean([visits[p] for p in HALF_DEAD if p not in dead]) - 1
     # None is solved, so that solved ones are looked for more and more; of hopeless ones there are too many
-    assert trainer.planner.p_easy == 0.95 > trainer.planner.p_hard
+    assert trainer.passes.planner.p_easy == 0.95 > trainer.passes.planner.p_hard
 
 
 def whole_and_resumed(directory, controller, part, **settings):

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -120,29 +119,3 @@ def what_a_kill_leaves(run_dir: Path):
     counted = run.sql("SELECT generation, count(*) AS groups FROM groups GROUP BY generation ORDER BY generation")
     # Groups are written before their batch: those of the last one may be there without it
     assert counted.groups.tolist()[: len(generations)] == generations.groups.tolist()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run with three checkpoints."""
-    directory = tmp_path_factory.mktemp("finished")
-    tiny.run(directory, save_strategy="steps", save_steps=1)
-    return directory
-
-
-@pytest.mark.parametrize(
-    ("torn", "how"), [("trainer_state.json", "cut"), ("lze_state.json", "empty"), ("lze_state.arrays", "missing")]
-)
-def test_a_torn_checkpoint_is_passed_over(tmp_path, finished, torn, how):
-    shutil.copytree(finished, tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoint-3"
-    assert last_complete_checkpoint(tmp_path / "run") == str(newest)
-    if how == "missing":
-        (newest / torn).unlink()
-    else:
-        data = (newest / torn).read_bytes()
-        (newest / torn).write_bytes(data[: len(data) // 2] if how == "cut" else b"")
-    assert last_complete_checkpoint(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-2")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-1")
-    assert last_complete_checkpoint(tmp_path / "run") is None

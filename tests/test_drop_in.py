@@ -1,7 +1,6 @@
 """What users do with TRL's trainer besides its arguments: overrides, callbacks, other data, objects that they keep hold of."""
 
 import math
-import random
 
 import pytest
 from datasets import Dataset
@@ -161,16 +160,6 @@ def test_a_users_own_printer_stays(tmp_path, base, quiet):
 # ---- Data ----
 
 
-def shouted(batch):
-    return {**batch, "prompt": [f"{prompt} please" for prompt in batch["prompt"]]}
-
-
-@pytest.mark.parametrize("strategy", ["exact", "gate"])
-def test_a_transform_is_applied_before_the_rollout(tmp_path, strategy):
-    prompts = seen_prompts(make(tmp_path, dataset=tiny.prompts(11).with_transform(shouted), strategy=strategy))
-    assert prompts and all(prompt.endswith("= please") for batch in prompts for prompt in batch)
-
-
 def test_a_transform_may_make_the_prompt(tmp_path):
     def reward(completions, gold, **kwargs):
         assert "lze_prompt_id" not in kwargs and all(gold)
@@ -188,57 +177,11 @@ def test_a_transform_may_make_the_prompt(tmp_path):
     assert again.train_dataset[:] == trainer.train_dataset[:]  # a set that has ids already
 
 
-def test_a_random_transform_does_not_change_which_prompt_it_is(tmp_path):
-    noise = random.Random(0)
-    data = tiny.prompts(11).with_transform(
-        lambda batch: {**batch, "prompt": [f"{prompt}{noise.randrange(10**6)}" for prompt in batch["prompt"]]}
-    )
-    trainer = make(tmp_path, dataset=data, max_steps=8)
-    prompts = seen_prompts(trainer)
-    assert len({prompt for batch in prompts for prompt in batch}) > 11
-    plain = make(tmp_path / "plain")
-    assert set(trainer.prompt_state["prompt_ids"]) <= set(plain.train_dataset["lze_prompt_id"])
-
-
-@pytest.mark.parametrize("strategy", ["exact", "dapo"])
-def test_other_training_data_is_trained_on(tmp_path, strategy):
-    trainer = make(tmp_path, strategy=strategy, max_steps=2)
-    trainer.train()
-    visited = len(trainer.prompt_state)
-    other = tiny.prompts(31).select(range(20, 31))
-    trainer.train_dataset = other
-    assert trainer.train_dataset["prompt"][:] == other["prompt"][:]
-    batches = seen_prompts(trainer)
-    assert batches and all(prompt in other["prompt"] for batch in batches for prompt in batch)
-    assert len(trainer.prompt_state) > visited  # what is known of the first prompts is kept
-
-
-def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path):
-    trainer = make(tmp_path, strategy="lze")
-    before = trainer.train_dataset
-    for other, error in (
-        (tiny.prompts(11).to_iterable_dataset(), "needs a dataset whose rows can be read again"),
-        (tiny.prompts(2), "has 2 different prompts"),
-        (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
-        (None, "`train_dataset` is required"),
-        ([{"prompt": "1+1="}], "`train_dataset` must be a `Dataset` or `IterableDataset`, got `list`"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=error):
-            trainer.train_dataset = other
-        assert trainer.train_dataset is before
-    trainer.train()
-
-
-def test_data_cannot_be_changed_while_it_is_trained_on(tmp_path):
-    class Switching(LZEGRPOTrainer):
-        def training_step(self, *args, **kwargs):
-            self.train_dataset = tiny.prompts(5)
-            return super().training_step(*args, **kwargs)
-
-    with pytest.raises(RuntimeError, match="`train_dataset` cannot be replaced during a training"):
-        (trainer := make(tmp_path, Switching)).train()
-    trainer.train_dataset = tiny.prompts(5)  # the training has ended
-    assert len(trainer.train_dataset) == 5
+def test_other_data_needs_another_trainer(tmp_path):
+    trainer = make(tmp_path)
+    with pytest.raises(AttributeError, match="Make a new trainer with the other data, and `state_from`"):
+        trainer.train_dataset = tiny.prompts(5)
+    assert len(trainer.train_dataset) == 11
 
 
 # ---- Objects that users keep hold of ----

@@ -10,8 +10,6 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from trl import GRPOConfig, GRPOTrainer
 
 import tiny
 from launches import fork
@@ -56,8 +54,8 @@ REFUSED = [
     ("reward_range", {"reward_range": [1.0, 0.0]}, {}),
     ("advantage_estimator", {"advantage_estimator": "ppo"}, {}),
     ("advantage_statistics", {"self_play": {"advantage_statistics": "drawn"}}, {}),
-    ("scale_rewards", {"advantage_estimator": "rloo", "scale_rewards": "group"}, {}),
-    ("multi_objective_aggregation", {"advantage_estimator": "rloo", **NORMALIZED}, {}),
+    ("scale_rewards", {**RPP, "scale_rewards": "group"}, {}),
+    ("multi_objective_aggregation", {**RPP, **NORMALIZED}, {}),
     ("loss_normalizer", {**RPP, "loss_normalizer": "all"}, {}),
     ("loss_normalizer", {**RPP, "strategy": "gate"}, {}),
     ("planner", {"planner": "greso", "pruning": "none"}, {}),
@@ -69,7 +67,6 @@ REFUSED = [
     ),
     ("overlap", {"overlap": "one_step"}, {}),
     ("packing", {"packing": True, "top_entropy_quantile": 0.5}, {}),
-    ("max_tokens_per_micro_batch", {"packing": False, "max_tokens_per_micro_batch": 64}, {}),
     ("pruning", {"pruning": "none"}, {"planner": SolvedPlanner()}),
     ("pruning", {"pruning": "skip", "controller": "dynamic"}, {}),
     ("multi_objective_aggregation", {"controller": "gate", **NORMALIZED}, {}),
@@ -115,11 +112,8 @@ TEXTS = [f"{i}+{i}=" for i in range(11)]
     ],
 )
 def test_a_row_without_a_prompt_is_named_before_anything_is_loaded(tmp_path, prompts, row):
-    wrong, model = Dataset.from_dict({"prompt": prompts}), {"model": "me/no-model"}
     with pytest.raises(ValueError, match=rf"The training set has .* as the prompt of row {row}\."):
-        make(tmp_path, dataset=wrong, trainer=model)
-    with pytest.raises(ValueError, match=rf"The evaluation set 'hard' has .* as the prompt of row {row}\."):
-        make(tmp_path, trainer={**model, "eval_dataset": {"easy": tiny.prompts(4), "hard": wrong}})
+        make(tmp_path, dataset=Dataset.from_dict({"prompt": prompts}), trainer={"model": "me/no-model"})
 
 
 @pytest.mark.parametrize("given", [{"selector": "energy"}, {"controller": Gate}])
@@ -141,6 +135,7 @@ RETURNED = {
     "texts": (lambda count: ["1.0"] * count, r"returned '1\.0' \(str\) for completion 0 of 12"),
     "lists": (lambda count: [1.0] * (count - 1) + [[1.0]], r"returned \[1\.0\] \(list\) for completion 11 of 12"),
     "too many": (lambda count: np.ones(count + 1), "returned 13 rewards for 12 completions"),
+    "infinity": (lambda count: [float("inf")] * count, r"returned inf \(float\) for completion 0 of 12"),
 }
 
 
@@ -159,7 +154,7 @@ def test_what_is_no_list_of_numbers_is_refused(tmp_path, name, asynchronous):
         trainer.train()
     assert str(caught.value).startswith("The reward function 'wrong")
     assert str(caught.value).endswith(
-        "Return a list with one number for each completion, or None in it where the reward does not apply."
+        "Return a list with one finite number for each completion, or None in it where the reward does not apply."
     )
     assert trainer.state.global_step == 0
 
@@ -249,26 +244,6 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, finished, spoil,
     assert torch.equal(before, trainer.model.lm_head.weight)
 
 
-LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
-
-
-@pytest.mark.parametrize(
-    ("written", "resumed", "named"),
-    [
-        ({}, {"model": tiny.model(layers=2)}, "num_hidden_layers=1"),
-        (LORA, {}, "adapter='LORA'"),
-        (LORA, {"peft_config": LoraConfig(r=2, target_modules=["v_proj"])}, r"target_modules=\['q_proj'\]"),
-    ],
-)
-def test_another_model_is_refused_and_the_same_one_goes_on(tmp_path, written, resumed, named):
-    run(tmp_path, trainer=dict(written), **SAVED, max_steps=1)
-    with pytest.raises(CheckpointError, match=named):
-        make(tmp_path, trainer=dict(resumed), max_steps=2).train(resume_from_checkpoint=True)
-    same = make(tmp_path, trainer=dict(written), max_steps=2)
-    same.train(resume_from_checkpoint=True)
-    assert same.state.global_step == 2
-
-
 # ---- Ctrl-C ----
 
 
@@ -327,43 +302,3 @@ def test_ctrl_c_ends_the_job_with_one_line_and_it_goes_on(tmp_path, monkeypatch)
             assert lines[0].endswith("`run/checkpoint-2`: the same command with `--resume_from_checkpoint auto`.")
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     assert state["global_step"] == state["max_steps"]
-
-
-# ---- Objects made without `__init__` ----
-
-
-def test_an_object_made_without_init_works_as_that_of_trl(tmp_path):
-    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4, "max_completion_length": 5}
-    trainer = GRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=GRPOConfig(str(tmp_path), per_device_train_batch_size=12, per_device_eval_batch_size=4, **settings),
-        train_dataset=tiny.prompts(11),
-        eval_dataset=tiny.prompts(2),
-        processing_class=tiny.tokenizer(),
-        rollout_func=tiny.fixed_rollouts,
-    )
-    rows = [row for row in trainer.train_dataset.select(range(3)) for _ in range(4)]
-    prompts = [row["prompt"] for row in rows]
-
-    def results(trainer):
-        trainer.model.train()
-        generated = trainer._generate(prompts)
-        rewards = trainer._calculate_rewards(rows, prompts, generated[3], generated[1])
-        ids = torch.tensor([[5, 6, 7, 8, 9]])
-        logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 2)
-        inputs = trainer._generate_and_score_completions(rows)
-        trainer.current_gradient_accumulation_steps = 1
-        loss = trainer.compute_loss(trainer.model, inputs)
-        trainer._set_signature_columns_if_needed()
-        sampled = list(trainer._get_train_sampler())
-        trainer.log({"loss": 1.0})
-        evaluated = {name: value for name, value in trainer.evaluate().items() if "reward" in name}
-        return generated[:5], rewards.tolist(), logps.tolist(), loss.item(), sampled, evaluated
-
-    bare = object.__new__(LZEGRPOTrainer)  # without what our constructor would have added
-    vars(bare).update(vars(trainer))
-    ours = results(bare)
-    assert ours == results(trainer)
-    assert ours[1] != [[0.0]] * 12
-    assert ours[-1]["eval_reward"] is not None

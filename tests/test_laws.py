@@ -93,7 +93,7 @@ def assert_same(a, b):
     memories = [trainer.prompt_state.state_dict() | trainer.prompt_state.foresight.state_dict() for trainer in (a, b)]
     for name, values in memories[0].items():
         np.testing.assert_array_equal(values, memories[1][name])
-    assert a.prompt_state.foresight.weights.any()
+    assert a.prompt_state.foresight.model.weights.any()
     counts = [name for name in vars(a.ledger) if not name.endswith("seconds")]
     assert {name: getattr(a.ledger, name) for name in counts} == {name: getattr(b.ledger, name) for name in counts}
 
@@ -201,8 +201,7 @@ def test_with_a_gradient_scaler_steps_without_a_live_group_are_those_of_trl(tmp_
 def test_everything_selected_is_trl_on_a_stream_with_duplicates(tmp_path):
     rows = tiny.prompts(9).select([0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8])
     settings = shape("two optimizer steps a batch") | {"beta": 0.1, "shuffle_dataset": False}
-    own = PLAIN | {"deduplicate": False}
-    ours = train(LZEGRPOTrainer, tmp_path / "ours", dataset=rows.to_iterable_dataset(), **own, **settings)
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", dataset=rows.to_iterable_dataset(), **PLAIN, **settings)
     theirs = train(GRPOTrainer, tmp_path / "theirs", dataset=rows.to_iterable_dataset(), **settings)
     assert moved(theirs) > 1e-3
     assert distance(ours, theirs) == 0.0
@@ -246,21 +245,19 @@ SEQUENCE = {"importance_sampling_level": "sequence"}
     ],
     ids=str,
 )
-def test_packing_and_a_token_budget_change_neither_weights_nor_logs(tmp_path, shape_name, settings):
+def test_packing_changes_neither_weights_nor_logs(tmp_path, shape_name, settings):
     settings = {"epsilon": 5e-4, "pruning": "none", "selection_ratio": 0.7, "top_k": 0} | settings | shape(shape_name)
     settings |= {"loss_normalizer": "all"} if shape_name == "iterated" else {}
-    layouts = ({"packing": False}, {}, {"max_tokens_per_micro_batch": 9})
-    runs = [train(LZEGRPOTrainer, tmp_path / str(i), **layout, **settings) for i, layout in enumerate(layouts)]
+    runs = [train(LZEGRPOTrainer, tmp_path / str(packing), packing=packing, **settings) for packing in (False, True)]
     assert moved(runs[0]) > 1e-3
-    assert max(distance(run, runs[0]) for run in runs[1:]) < 1e-5
+    assert distance(*runs) < 1e-5
     names = ("entropy", "kl", "policy_loss", "clip_ratio/", "cispo_clip_ratio", "vespo/")
-    off, *others = ([entry for entry in run.state.log_history if "entropy" in entry] for run in runs)
+    off, on = ([entry for entry in run.state.log_history if "entropy" in entry] for run in runs)
     logged = {name for name in off[0] if name.startswith(names)}
-    for other in others:
-        for mine, expected in zip(other, off, strict=True):
-            assert {name: mine[name] for name in logged} == pytest.approx(
-                {name: expected[name] for name in logged}, abs=2e-4
-            )
+    for mine, expected in zip(on, off, strict=True):
+        assert {name: mine[name] for name in logged} == pytest.approx(
+            {name: expected[name] for name in logged}, abs=2e-4
+        )
     clipped = {name for name in logged if "clip" in name and any(entry[name] for entry in off)}
     assert clipped or settings["num_iterations"] == 1
 
@@ -341,7 +338,7 @@ def test_resumed_with_lora_is_uninterrupted(tmp_path):
 def test_resumed_on_a_stream_is_uninterrupted(tmp_path):
     # One pass: in a later one, the trainer of transformers, which does not know where a stream ends, resumes at its start
     rows = tiny.prompts(20).select([0, 0, 0, *range(20), 1, 2, 1]).to_iterable_dataset()
-    own = RESUMED["in the middle of a batch"] | {"pruning": "none", "deduplicate": False}
+    own = RESUMED["in the middle of a batch"] | {"pruning": "none"}
     assert_same(*whole_and_resumed(tmp_path, dataset=rows, **own))
 
 
@@ -387,35 +384,32 @@ def interrupted(trainer_class, at: int, where: str):
 
 
 @pytest.mark.parametrize(
-    ("shape_name", "loss_type", "at", "where", "packing"),
+    ("shape_name", "at", "where", "like_trl"),
     [
-        ("one step", "dapo", 1, "loss", True),
-        ("accumulated", "bnpo", 3, "before", True),
-        ("accumulated", "grpo", 2, "rewards", False),
-        ("two optimizer steps a batch", "grpo", 1, "before", True),
-        ("two optimizer steps a batch", "dapo", 6, "before", False),
-        ("two batches an optimizer step", "bnpo", 4, "before", True),
-        ("iterated", "dapo", 3, "before", True),
-        ("neither divides", "grpo", 4, "before", True),
-        ("neither divides", "bnpo", 4, "before", False),
+        ("one step", 1, "loss", True),
+        ("accumulated", 2, "rewards", True),
+        (
+            "neither divides",
+            4,
+            "before",
+            False,
+        ),  # TRL goes on in the middle of the generation batch, and here it is given up
     ],
 )
-def test_after_an_interruption_the_default_strategy_does_what_trl_does(
-    tmp_path, shape_name, loss_type, at, where, packing
+def test_after_an_interruption_the_next_training_begins_with_a_batch_of_its_own(
+    tmp_path, shape_name, at, where, like_trl
 ):
     def run(cls, **settings):
-        trainer = make(
-            interrupted(cls, at, where), tmp_path / cls.__name__, loss_type=loss_type, **settings, **shape(shape_name)
-        )
+        trainer = make(interrupted(cls, at, where), tmp_path / cls.__name__, **settings, **shape(shape_name))
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         trainer.train()
         assert trainer.state.global_step == 5
+        assert moved(trainer) > 1e-3
         return trainer
 
-    theirs, ours = run(GRPOTrainer), run(LZEGRPOTrainer, strategy="exact", packing=packing)
-    assert moved(theirs) > 1e-3
-    assert distance(ours, theirs) < 1e-5
+    ours = run(LZEGRPOTrainer, strategy="exact")
+    assert not like_trl or distance(ours, run(GRPOTrainer)) < 1e-5
 
 
 def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):

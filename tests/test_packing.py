@@ -65,12 +65,6 @@ def test_pack_one_process():
         # Two rows a micro-batch, the longest with 10 + 50 tokens: room for 120, and for 100 of completions. Five rows of
         # 10 + 10 take exactly as many completion tokens as 10 + 50 twice would, but more rows
         ((1, 4, 4, 2), [10] * 7, [10, 50, 10, 50, 10, 10, 10], [None, None, [[1, 3]], [[0, 2, 4, 5, 6]]]),
-        # Up to 40 tokens: 2 × (10 + 9) = 38 fit, 3 × 19 do not; then 3 × (10 + 3) = 39
-        ((1, 5, 5, 1, 40), [10] * 5, [9, 8, 3, 2, 1], [None, None, None, [[0, 1]], [[2, 3, 4]]]),
-        # A row longer than the budget is computed alone
-        ((1, 3, 3, 1, 15), [10] * 3, [90, 3, 2], [[[0]], [[1]], [[2]]]),
-        # A budget too small for the micro-steps shares the rows out
-        ((1, 2, 2, 1, 1), [10] * 5, [5, 4, 3, 2, 1], [[[0, 1]], [[2, 3, 4]]]),
     ],
 )
 def test_pack_by_length(shape, prompts, completions, rows):
@@ -94,14 +88,6 @@ def test_rows_stay_with_their_owner(shape, completions, owner, rows):
     count = len(completions)
     layout = pack(np.ones(count, dtype=int), np.array(completions), zeros(count), Geometry(*shape), np.array(owner))
     assert rows_of(layout) == rows
-
-
-@pytest.mark.parametrize("count", [1, 4, 7])
-def test_what_fits_the_budget_is_one_micro_batch(count):
-    # W = 2 and room for ten rows each: an odd number of rows is no reason for a second micro-step
-    geometry = Geometry(2, steps_per_generation=4, chunk_steps=4, micro_batch_rows=1, max_tokens=100)
-    layout = pack(np.full(count, 5), np.full(count, 5), np.zeros(count, dtype=int), geometry)
-    assert [batch is None for batch in layout.micro_steps] == [True, True, True, False]
 
 
 def test_unpacked_uses_every_micro_step():
@@ -154,9 +140,7 @@ def test_only_fillers_weigh_nothing_and_unknown_losses_are_refused():
     geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
     one = np.ones(1)
-    reference = Weights(
-        chunk=zeros(1), slot=zeros(1), norm_rows=one, norm_tokens=one, num_items=one, weight=one, loss_tokens=one
-    )
+    reference = Weights(chunk=zeros(1), norm_rows=one, norm_tokens=one, num_items=one, weight=one, loss_tokens=one)
     for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
         assert loss_scale(loss_type, batch, 1, reference, geometry) == (0.0, None)
     with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):
@@ -176,22 +160,21 @@ def test_padding_efficiency():
 
 
 @st.composite
-def geometries(draw, budget: bool = False):
-    """W, S, g and the rows of a micro-batch, and possibly a token budget."""
+def geometries(draw):
+    """W, S, g and the rows of a micro-batch."""
     chunk_steps = draw(st.integers(1, 4))
     return Geometry(
         num_processes=draw(st.integers(1, 3)),
         steps_per_generation=chunk_steps * draw(st.integers(1, 3)),
         chunk_steps=chunk_steps,
         micro_batch_rows=draw(st.integers(1, 4)),
-        max_tokens=draw(st.one_of(st.none(), st.integers(1, 80))) if budget else None,
     )
 
 
 @st.composite
-def batches(draw, budget: bool = True):
+def batches(draw):
     """A geometry, and the chosen rows of a batch of that geometry: lengths of prompts and completions, chunks."""
-    geometry = draw(geometries(budget))
+    geometry = draw(geometries())
     full = geometry.num_processes * geometry.steps_per_generation * geometry.micro_batch_rows
     count = draw(st.integers(0, full))
     seed = draw(st.integers(0, 2**16))
@@ -229,7 +212,7 @@ def test_every_layout(name, batch):
             assert (reference.chunk[micro_batch.rows] == start // geometry.chunk_steps).all()
             assert (~micro_batch.filler).any()
             assert micro_batch.filler.sum() < geometry.num_processes
-            if geometry.max_tokens is None and name == "unpacked":
+            if name == "unpacked":
                 assert micro_batch.rows.shape[1] <= geometry.micro_batch_rows
             real += micro_batch.rows[~micro_batch.filler].tolist()
     assert sorted(real) == list(range(len(prompts)))  # every chosen row exactly once
@@ -260,7 +243,7 @@ def test_no_more_rows_move_than_have_to(batch, seed):
         assert stay >= np.sort(np.minimum(held, real.shape[1]))[::-1].sum() - micro_batch.filler.sum()
 
 
-@given(batches(budget=False))
+@given(batches())
 def test_packing_by_rows_takes_no_more_memory_than_trl(batch):
     geometry, prompts, completions, reference = batch
     layout = pack(prompts, completions, reference.chunk, geometry)
@@ -276,9 +259,7 @@ def real_steps(layout: Layout) -> int:
     return sum(batch is not None for batch in layout.micro_steps)
 
 
-@pytest.mark.parametrize(
-    "cost", [micro_step_cost(False, False), micro_step_cost(True, False), micro_step_cost(True, True)]
-)
+@pytest.mark.parametrize("cost", [micro_step_cost(sharded) for sharded in (False, True)])
 def test_a_batch_of_uneven_lengths_takes_no_more_micro_steps_than_its_rows(cost):
     # 8 processes × 4 rows × 64 micro-steps, four optimizer steps, ρ = 0.4: 103 micro-steps hold the rows
     rng = np.random.default_rng(0)
@@ -301,12 +282,7 @@ def test_no_more_micro_steps_than_hold_the_rows(batch, cost):
         window = Layout(layout.micro_steps[chunk * geometry.chunk_steps : (chunk + 1) * geometry.chunk_steps])
         rows = int((reference.chunk == chunk).sum())
         fewest = -(-rows // (geometry.num_processes * geometry.micro_batch_rows))
-        if geometry.max_tokens is None:
-            assert real_steps(window) <= 1.1 * fewest
-    if geometry.max_tokens is not None:
-        # With a budget, the fewest are those of a micro-step that costs more than all tokens
-        least = pack(prompts, completions, reference.chunk, replace(geometry, micro_step_cost=10**9))
-        assert real_steps(layout) <= 1.1 * real_steps(least)
+        assert real_steps(window) <= 1.1 * fewest
 
 
 @given(batches(), st.sampled_from([0, 10, 300]))
@@ -323,18 +299,6 @@ def test_a_further_micro_step_saves_more_padding_than_it_costs(batch, cost):
     further = real_steps(more) - real_steps(least)
     assert further >= 0
     assert computed(least) - computed(more) >= further * cost
-
-
-@given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 80), st.integers(0, 2**16))
-def test_the_token_budget_is_kept(processes, count, max_tokens, seed):
-    # As many micro-steps as rows: the budget never has to give way to the number of micro-steps
-    rng = np.random.default_rng(seed)
-    prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
-    steps = max(count, 1)
-    geometry = Geometry(processes, steps, steps, micro_batch_rows=1, max_tokens=max_tokens)
-    for micro_batch in filter(None, pack(prompts, completions, np.zeros(count, dtype=int), geometry).micro_steps):
-        for rows in micro_batch.rows:
-            assert len(rows) == 1 or len(rows) * (prompts[rows].max() + completions[rows].max()) <= max_tokens
 
 
 def trl_weights(
@@ -414,7 +378,7 @@ def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, batch, n
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 @settings(max_examples=60)
-@given(geometries(budget=True), st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2**16), st.data())
+@given(geometries(), st.sampled_from(sorted(LAYOUTS)), st.integers(0, 2**16), st.data())
 def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, geometry, name, seed, data):
     # loss_normalizer="all": the weights are those of the full batch as TRL lays it out
     rng = np.random.default_rng(seed)

@@ -60,7 +60,7 @@ def cases() -> dict[str, dict]:
 
 def streams() -> dict[str, dict]:
     """Iterable datasets that repeat prompts within a batch, whose middle group of three lies with both processes."""
-    own = {"stream": True, "pruning": "none", "deduplicate": False, "shuffle_dataset": False}
+    own = {"stream": True, "pruning": "none", "shuffle_dataset": False}
     shapes = ("accumulated-True-selected", "iterated-True-selected")
     return {f"stream-{name}": settings | own for name, settings in cases().items() if name.startswith(shapes)}
 

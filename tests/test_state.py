@@ -98,13 +98,6 @@ def test_what_is_known_before_the_rollout():
     )  # of 8 completions, by the uniform prior
 
 
-def test_a_prompt_twice_in_a_batch():
-    batch = rollouts({1: HALF, 2: HALF})
-    batch.prompt_ids[:] = 1
-    with pytest.raises(ValueError, match="A prompt has more than one group in the generation batch"):
-        PromptState().visit(batch)
-
-
 # ---- Equality with a dictionary ----
 
 POOLS = {
@@ -235,33 +228,6 @@ def test_an_update_costs_the_batch_and_not_the_dataset():
     assert peak(50_000) < 2 * peak(100)
 
 
-# ---- Saved state ----
-
-
-def damaged(**changes) -> dict[str, np.ndarray]:
-    state = PromptState()
-    state.visit(rollouts({1: HALF, 2: FULL}))
-    tensors = state.state_dict() | changes
-    return {name: array for name, array in tensors.items() if array is not None}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        (damaged(ema=None), r"must have the arrays .*'ema'.*, got"),
-        (damaged(ema=np.zeros(2)), "damaged"),
-        (damaged(prompt_ids=np.array([1, 1])), "damaged"),
-    ],
-    ids=["missing", "type", "twice"],
-)
-def test_damaged_state(tensors, message):
-    state = PromptState()
-    state.visit(rollouts({7: HALF}))
-    with pytest.raises(ValueError, match=message):
-        state.load_state_dict(tensors)
-    assert state["prompt_ids"].tolist() == [7]  # what was there is still there
-
-
 # ---- The index of prompt ids ----
 
 
@@ -280,14 +246,3 @@ def test_ids_are_found_in_the_row_in_which_they_were_added(ids, cuts, others):
     rows = dict(zip(ids, range(len(ids)), strict=True))
     wanted = [*ids, *others]
     assert index.find(np.array(wanted, dtype=np.int64)).tolist() == [rows.get(id, -1) for id in wanted]
-
-
-@pytest.mark.parametrize(("shift", "sign"), [(0, 1), (47, -1)])
-def test_the_index_grows(shift, sign):
-    ids = sign * (np.arange(1, 40_001, dtype=np.int64) << shift)
-    index = RowIndex()
-    for part in np.array_split(ids, 97):  # the latest ids are merged many times
-        index.add(part)
-    np.testing.assert_array_equal(index.find(ids), np.arange(40_000))
-    assert (index.find(~ids) == -1).all()  # of the other sign
-    assert index.nbytes == 12 * 40_000

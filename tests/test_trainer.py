@@ -10,7 +10,6 @@ from trl import GRPOConfig
 
 import tiny
 from lze_trl import LZEGRPOTrainer
-from lze_trl.memory.identity import prompt_id
 from tiny import history, make, run
 
 
@@ -19,17 +18,6 @@ def test_metrics_of_the_whole_batch_keep_the_names_of_trl(tmp_path):
     for name in ("reward", "rewards/even_length_reward/mean", "completions/mean_length", "frac_reward_zero_std"):
         assert len(history(trainer, name)) == 3
     assert history(trainer, "reward") == pytest.approx(history(trainer, "lze/pass_rate"))
-
-
-def test_what_a_stream_repeats_within_a_batch_is_another_prompt(tmp_path):
-    # Batches of the prompts 0 0 0, 1 2 1 and 3 4 5; then the same again
-    rows = tiny.prompts(6).select([0, 0, 0, 1, 2, 1, 3, 4, 5])
-    dataset = rows.to_iterable_dataset()
-    trainer = run(tmp_path, dataset=dataset, pruning="none", deduplicate=False, shuffle_dataset=False, max_steps=6)
-    assert trainer.ledger.groups_rolled_out == 18
-    assert trainer.prompt_state["visits"].tolist() == [2] * 9
-    own = [prompt_id(row["prompt"], row["solution"]) for row in tiny.prompts(6)]
-    assert np.isin(own, trainer.prompt_state["prompt_ids"]).all()
 
 
 def ones(completions, **kwargs):
@@ -56,15 +44,6 @@ def test_completions_that_nothing_scores_leave_no_trace(tmp_path, scored):
         assert history(trainer, "lze/pass_rate") == [1.0] * 3
     else:
         assert len(trainer.prompt_state) == 0
-
-
-def test_graded_outcomes(tmp_path):
-    def grade(completions, **kwargs):
-        return [len(text) / 5 for text in completions]
-
-    trainer = run(tmp_path, reward_funcs=grade, reward_range=[0.0, 2.0], pruning="none")
-    assert history(trainer, "lze/pass_rate") == pytest.approx([r / 2 for r in history(trainer, "reward")])
-    assert trainer.ledger.groups_trained > 0
 
 
 def test_completions_are_logged_whole(tmp_path):
@@ -169,15 +148,13 @@ def test_a_filler_has_no_entropy(tmp_path):
     assert all(entropy > 4.0 for entropy in history(trainer, "entropy"))
 
 
-def test_bad_rewards(tmp_path):
+def test_an_exception_of_a_reward_function_says_its_name(tmp_path):
     def failing(completions, **kwargs):
         raise RuntimeError("the judge is away")
 
     with pytest.raises(RuntimeError, match="the judge is away") as caught:
         run(tmp_path, reward_funcs=failing)
     assert caught.value.__notes__ == ["Raised by the reward function 'failing'."]
-    with pytest.raises(ValueError, match="infinite reward"):
-        run(tmp_path, reward_funcs=lambda completions, **kwargs: [float("inf")] * len(completions))
 
 
 def test_what_cannot_be_is_refused_at_construction(tmp_path):
@@ -188,29 +165,13 @@ def test_what_cannot_be_is_refused_at_construction(tmp_path):
         LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, tiny.prompts(11))
 
 
-NOT_FINITE = [float("nan"), float("inf")]
+NAN = float("nan")
 BAD_CONFIGS = {
-    "selection_ratio": ([0, 1.4, float("nan")], r"in \(0, 1\]"),
-    "selector_kwargs": {
-        "difficulty_floor": ([-0.1, 1.1], r"in \[0, 1\]"),
-        "momentum_weight": ([-1, *NOT_FINITE], r"in \[0, inf\)"),
-        "ema_decay": ([1.0], r"in \[0, 1\)"),
-        "gumbel_scale": ([-1], r"in \[0, inf\)"),
-    },
-    "pass_threshold": (NOT_FINITE, r"in \(-inf, inf\)"),
-    "planner_kwargs": {"streak": ([0, 40_000], r"in \[1, 32767\]"), "replay_ratio": ([-0.1, 1.1], r"in \[0, 1\]")},
-    "controller_kwargs": {"kept": ([2.5, True, "4"], "a whole number")},
+    "selection_ratio": ([0, 1.4, NAN], r"in \(0, 1\]"),
+    "pass_threshold": ([NAN, float("inf")], r"in \(-inf, inf\)"),
     "packing": (["no"], "true or false"),
-    "vllm_server_kwargs": {"request_timeout": (["60"], "a number")},
-    "reward_range": (
-        [[1.0, 0.0], [0.0], [0.0, NOT_FINITE[0]], ["0", "1"]],
-        "two increasing, finite numbers|each item a number",
-    ),
-    "max_tokens_per_micro_batch": ([0], r"in \[1, inf\)"),
+    "reward_range": ([[1.0, 0.0], [0.0], [0.0, NAN], ["0", "1"]], "two increasing, finite numbers|each item a number"),
     "selector": (["best"], "must be one of"),
-    "loss_normalizer": (["rows"], "must be one of"),
-    "pruning": (["hard"], "must be one of"),
-    "telemetry_completions": (["some"], "must be one of"),
 }
 
 
@@ -221,22 +182,13 @@ def test_packing_is_on_where_it_is_exact(tmp_path):
     assert not tiny.config(tmp_path, packing=False).packing
 
 
-def test_a_failed_construction_leaves_the_settings_as_they_were(tmp_path):
-    args = tiny.config(tmp_path, use_vllm=True, vllm_mode="http", vllm_server_urls=["http://127.0.0.1:1"])
-    args.reward_weights = [1.0, 2.0]
-    with pytest.raises(ValueError, match="reward weights"):
-        LZEGRPOTrainer(tiny.model(), tiny.digit_reward, args, tiny.prompts(5), processing_class=tiny.tokenizer())
-    assert args.use_vllm
-
-
 @pytest.mark.parametrize("name", BAD_CONFIGS)
 def test_bad_values_are_refused_when_the_config_is_read(tmp_path, name):
-    block = BAD_CONFIGS[name] if isinstance(BAD_CONFIGS[name], dict) else None
-    for own, (values, words) in (block or {name: BAD_CONFIGS[name]}).items():
-        for value in values:
-            with pytest.raises(ValueError, match=words) as caught:
-                tiny.config(tmp_path, **{name: value if block is None else {own: value}})
-            assert own in str(caught.value)
+    values, words = BAD_CONFIGS[name]
+    for value in values:
+        with pytest.raises(ValueError, match=words) as caught:
+            tiny.config(tmp_path, **{name: value})
+        assert name in str(caught.value)
 
 
 def test_truncated_groups_take_no_place_of_others(tmp_path):
@@ -275,13 +227,12 @@ class ScheduleFree(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("reward", [tiny.even_length_reward, lambda completions, **kwargs: [0.0] * len(completions)])
-def test_a_schedule_free_optimizer_is_told_to_train_before_the_rollouts(tmp_path, reward):
+def test_a_schedule_free_optimizer_is_told_to_train_before_the_rollouts(tmp_path):
     modes = []
 
     def watched(completions, **kwargs):
         modes.append(optimizer.training)
-        return reward(completions, **kwargs)
+        return tiny.even_length_reward(completions)
 
     model = tiny.model()
     optimizer = ScheduleFree(model.parameters(), lr=1e-2)

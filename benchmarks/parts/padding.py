@@ -45,9 +45,9 @@ def computed(batch: Lengths, rows: np.ndarray, layout: Layout, processes: int) -
     return sum(real for real, _ in each), sum(total for _, total in each)
 
 
-def _case(processes: int, size: int, share: float, max_tokens: int | None, draws: int) -> dict[str, Any]:
+def _case(processes: int, size: int, share: float, draws: int) -> dict[str, Any]:
     steps = size // (processes * MICRO_BATCH_ROWS)
-    geometry = Geometry(processes, steps, steps, MICRO_BATCH_ROWS, max_tokens)
+    geometry = Geometry(processes, steps, steps, MICRO_BATCH_ROWS)
     ours, theirs, tokens, used = [], [], [], []
     for draw in range(draws):
         rng = np.random.default_rng([draw, processes, size])
@@ -64,7 +64,6 @@ def _case(processes: int, size: int, share: float, max_tokens: int | None, draws
         "processes": processes,
         "completions": size,
         "share": share,
-        "max_tokens": max_tokens,
         "micro_steps": steps,
         "used_micro_steps": float(np.median(used)),
         "efficiency": ours,
@@ -74,17 +73,16 @@ def _case(processes: int, size: int, share: float, max_tokens: int | None, draws
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Padding efficiency for several batch sizes, numbers of processes, shares chosen, and limits of a micro-batch."""
+    """Padding efficiency for several batch sizes, numbers of processes and shares chosen."""
     draws = 3 if quick else 20
     return circumstances("padding") | {
         "draws": draws,
         "longest": LONGEST,
         "rows": [
-            _case(processes, size, share, max_tokens, draws)
+            _case(processes, size, share, draws)
             for processes in _PROCESSES
             for size in _BATCHES
             for share in (1.0, 0.4)
-            for max_tokens in (None, 2 * LONGEST)
         ],
     }
 
@@ -94,13 +92,11 @@ def markdown(result: dict[str, Any]) -> str:
     rows = []
     for case in result["rows"]:
         ours = Spread(tuple(case["efficiency"]))
-        limit = f"{MICRO_BATCH_ROWS} rows" if case["max_tokens"] is None else f"{case['max_tokens']:,} tokens"
         rows.append(
             [
                 str(case["processes"]),
                 f"{case['completions']:,}",
                 f"{case['share']:g}",
-                limit,
                 shown(Spread(tuple(case["trl_efficiency"]))),
                 shown(ours),
                 verdict(ours.median, TARGET, least=True),
@@ -108,7 +104,7 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{math.ceil(case['used_micro_steps'])} of {case['micro_steps']}",
             ]
         )
-    header = ["processes", "completions", "ρ", "micro-batch", "TRL", "packed", "target", "tokens computed × TRL's"]
+    header = ["processes", "completions", "ρ", "TRL", "packed", "target", "tokens computed × TRL's"]
     return "\n\n".join(
         [
             "## Padding efficiency",

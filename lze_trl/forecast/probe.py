@@ -49,6 +49,7 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
             step.prepare([row for row in batch for _ in range(size)], Engine(view))
         if gpu:
             torch.cuda.reset_peak_memory_stats()
+        step.prepare = lambda *given: None  # the batch is there
         update = [_seconds_of_update(view) for _ in range(2)][-1]  # the first one loads kernels
         ledger, each = step.ledger, step.ledger.rows_rolled_out
         update = update / drawn[-1].num_rows + ledger.logprob_seconds / each

@@ -1,12 +1,10 @@
 """Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
 
-from typing import Any
-
 import numpy as np
 
 from ..batch import Table
 from .posterior import beta_parameters, dead_probability
-from .regression import MAX_LOGIT, Calibration, OnlineRegression, bounded_logprob
+from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob
 
 
 FEATURES = (
@@ -17,8 +15,6 @@ FEATURES = (
     *("chance_mean_if_hopeless", "chance_min_if_hopeless", "chance_max_if_hopeless"),
 )
 """Features of a prompt; for one that was never visited, all are 0 except the first."""
-
-_CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 
 class History(Table):
@@ -60,36 +56,17 @@ class Foresight:
 
     def __init__(self):
         self.model = OnlineRegression(len(FEATURES))
-        self._calibration = Calibration()
         self._metrics: dict[str, float] = {}
-
-    @property
-    def weights(self) -> np.ndarray:
-        """Weight of each of the [`FEATURES`]."""
-        return self.model.weights
-
-    @property
-    def used(self) -> bool:
-        """Whether the model makes the forecasts; otherwise the posterior does."""
-        return self.model.used
 
     def alive(self, history: History, size: int | np.ndarray) -> np.ndarray:
         """Probability that a group of `size` completions of each prompt is alive, shape `(P,)`."""
         model, posterior = self.forecasts(history, size)
-        return model if self.used else posterior
+        return model if self.model.used else posterior
 
     def forecasts(self, history: History, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """That probability by the model and by the posterior."""
         sizes = np.broadcast_to(size, len(history))
-        model, posterior = np.empty(len(history)), np.empty(len(history))
-        for start in range(0, len(history), _CHUNK):
-            part: Any = slice(start, start + _CHUNK)
-            examples = _examples(history.take(part), sizes[part])
-            model[part], posterior[part] = self._forecasts(examples, sizes[part])
-        return model, posterior
-
-    def _forecasts(self, examples: tuple[np.ndarray, np.ndarray], sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        model, posterior = self.model.forecasts(*examples)
+        model, posterior = self.model.forecasts(*_examples(history, sizes))
         return np.where(sizes < 2, 0.0, model), np.where(sizes < 2, 0.0, posterior)
 
     def see(
@@ -99,39 +76,32 @@ class Foresight:
         alive: np.ndarray,
         learn: bool = True,
         counts: np.ndarray | None = None,
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ):
         """
         Score the forecasts of a generation batch, then learn from it. `history` is from before the batch; `alive`, bool of
         shape `(P,)`, are the groups of `size` completions with a gradient, each of which represents `counts` groups (default 1).
-        Returns the forecasts and those of the posterior.
         """
         sizes, counts = np.broadcast_to(size, len(history)), np.ones(len(history)) if counts is None else counts
-        examples = _examples(history, sizes)
-        model, posterior = self._forecasts(examples, sizes)
-        expected, seen = model if self.used else posterior, (history.visits > 0) & (counts > 0)
-        self._metrics = {"foresight_used": float(self.used)} if seen.any() else {}
+        model, posterior = self.forecasts(history, sizes)
+        used, seen = self.model.used, (history.visits > 0) & (counts > 0)
+        expected = model if used else posterior
+        self._metrics = {"foresight_used": float(used)} if seen.any() else {}
         if seen.any():
-            self._calibration.see(expected[seen], alive[seen], counts[seen])
-            self._metrics |= {
-                "foresight_alive": float(np.average(expected[seen], weights=counts[seen])),
-                "foresight_error": self._calibration.error,
-            }
+            self._metrics["foresight_alive"] = float(np.average(expected[seen], weights=counts[seen]))
             quality = self.model.score(model[seen], posterior[seen], alive[seen], counts[seen])
             self._metrics |= {f"foresight_{name}": value for name, value in quality.items()}
         if learn:
-            self.model.learn(*examples, alive, counts)
-        return expected, posterior
+            self.model.learn(*_examples(history, sizes), alive, counts)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last generation batch, over prompts visited before."""
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        return self.model.state_dict() | self._calibration.state_dict()
+        return self.model.state_dict()
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.model.load_state_dict(state)
-        self._calibration.load_state_dict(state)
         self._metrics = {}
 
 

@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Callable
-from datetime import date, time, timedelta
-from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -41,14 +39,8 @@ def _content(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, bytes | date | time | timedelta | Decimal):
-        return str(value)
-    if hasattr(value, "tobytes"):  # images and arrays
-        return xxhash.xxh64(value.tobytes()).hexdigest()
-    raise TypeError(
-        f"Rows of the training set are recognised by the JSON of their values, and a `{type(value).__name__}` has none. Give "
-        "each row a `prompt_id`, or remove the column."
-    )
+    # Images and arrays; else dates, decimals and bytes
+    return xxhash.xxh64(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
 
 
 def _hash(text: str) -> int:
@@ -74,11 +66,6 @@ def add_prompt_ids(
     of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids. `needs_prompt` is off where an
     environment makes prompts of the other columns.
     """
-    if isinstance(dataset, IterableDataset) and deduplicate:
-        raise ValueError(
-            "`deduplicate=True` compares all rows of the training set, and `train_dataset` is an `IterableDataset`. Set "
-            "`deduplicate=False`, or load the dataset without streaming."
-        )
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
     if "prompt" not in (shown := columns_of(dataset)) and needs_prompt:

@@ -1,7 +1,5 @@
 """Forecasts of a probability that are learned online: a logistic regression with forgetting, and how good forecasts are."""
 
-import math
-
 import numpy as np
 import pandas as pd
 
@@ -12,7 +10,6 @@ _PRIOR_PRECISION = 0.5  # of each weight, whose prior mean is 0
 _FORGETTING = 0.99  # weight of earlier generation batches in what is learned: the policy changes
 _NEWTON_STEPS = 6
 _HALVINGS = 20
-NUM_BINS = 10
 
 
 class OnlineRegression:
@@ -82,35 +79,6 @@ class OnlineRegression:
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.weights, self.precision = state["weights"].copy(), state["precision"].copy()
         self._scores = state["scores"].copy()
-
-
-class Calibration:
-    """Counts forecasts and what came of them, in ten bins of the forecast. What was counted is slowly forgotten."""
-
-    def __init__(self):
-        self._bins = np.zeros((NUM_BINS, 3))  # decayed: examples, sum of the forecasts, those that came true
-
-    def see(self, forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray | float = 1.0):
-        """Enter the forecasts of a generation batch, shape `(n,)`, which stand for `counts` examples each."""
-        self._bins *= SCORE_MEMORY
-        examples = np.stack([np.ones_like(forecasts), forecasts, true], axis=1) * np.reshape(counts, (-1, 1))
-        np.add.at(self._bins, _bin_of(forecasts), examples)
-
-    @property
-    def error(self) -> float:
-        """|mean forecast − share that came true| of each bin, weighted by its examples; NaN without any."""
-        examples = float(self._bins[:, 0].sum())
-        return float(np.abs(self._bins[:, 1] - self._bins[:, 2]).sum() / examples) if examples else math.nan
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        return {"bins": self._bins}
-
-    def load_state_dict(self, state: dict[str, np.ndarray]):
-        self._bins = state["bins"].copy()
-
-
-def _bin_of(forecasts: np.ndarray) -> np.ndarray:
-    return np.minimum((forecasts * NUM_BINS).astype(np.int64), NUM_BINS - 1)
 
 
 def auc(expected: np.ndarray, true: np.ndarray) -> float:

@@ -20,23 +20,21 @@ from typing import Any
 import numpy as np
 
 from ..batch import section
-from .splits import Capacity, fewest_runs, split
+from .splits import Capacity, split
 
 
-REPLICATED_COST, NODE_COST, NETWORK_COST = 256, 1_024, 8_192
+REPLICATED_COST, SHARDED_COST = 256, 1_024
 
 
-def micro_step_cost(sharded: bool, several_nodes: bool) -> int:
+def micro_step_cost(sharded: bool) -> int:
     """
     What a micro-step costs besides its tokens, in tokens of each process.
 
     It moves 6 bytes a weight in bfloat16 (forward, backward, gradients), and a token takes 6 FLOPs a weight: it costs as many
     tokens as a GPU computes FLOPs while it moves a byte. At 400 TFLOP/s that is about 200 from the GPU's own memory (2 TB/s;
-    some more for kernel launches), 1,000 where ZeRO-3 or FSDP gathers within a node (400 GB/s), 8,000 over a network (50 GB/s).
+    some more for kernel launches), and 1,000 where ZeRO-3 or FSDP gathers within a node (400 GB/s).
     """
-    if not sharded:
-        return REPLICATED_COST
-    return NETWORK_COST if several_nodes else NODE_COST
+    return SHARDED_COST if sharded else REPLICATED_COST
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Geometry:
     steps_per_generation: int  # S
     chunk_steps: int  # g, micro-steps of a chunk
     micro_batch_rows: int  # of a micro-batch on one process, if they are as long as the longest
-    max_tokens: int | None = None  # budget of a micro-batch on one process; replaces the rows
     micro_step_cost: float = REPLICATED_COST  # in tokens of each process: a further one has to save more padding
     further_micro_steps: float = 1.1  # how many micro-steps there may be at most, over the fewest that hold the rows
 
@@ -114,11 +111,11 @@ def pack(
     out, so that all processes compute equally many of about the same length at the same time. Of the rows that each process
     (`owner`) holds, as many as possible stay where they are. Arrays have shape `(n,)`, one entry per chosen row.
 
-    Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of
-    the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
-    of a chunk together do not hold its rows, or one row is longer than the budget.
+    A micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of the short rows, and never more
+    tokens than in TRL's own micro-batches. This is exceeded only where all micro-steps of a chunk together do not hold its rows.
     """
-    capacity = _capacity(prompt_tokens, completion_tokens, geometry)
+    longest, size = completion_tokens.max(initial=0), geometry.micro_batch_rows
+    capacity = Capacity(size * (prompt_tokens.max(initial=0) + longest), size * longest)
     turn = np.arange(len(chunk)) if owner is None else _turns(owner)
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
@@ -130,8 +127,6 @@ def pack(
             np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)
         )
         fewest = -(-len(starts) // geometry.micro_batch_rows)
-        if geometry.max_tokens is not None:
-            fewest = fewest_runs(prompts, completions, capacity)
         most = int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
         splits = split(prompts, completions, capacity, geometry.micro_step_cost, most)
         parts = np.split(rows, np.array(splits[1:-1], dtype=np.int64) * geometry.num_processes)
@@ -165,30 +160,6 @@ def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometr
     return replace(_lay_out(slot // geometry.chunk_steps, geometry, micro_batches), by_trl=True)
 
 
-def relaid(layout: Layout, slot: np.ndarray, geometry: Geometry) -> Layout:
-    """
-    The rows of a layout in chunks of another size, each on the process that computes it already; `slot`, shape `(n,)`, is the
-    micro-step of each row before packing.
-    """
-    process, spare = np.empty(len(slot), dtype=np.int64), [layout.rows_of(p) for p in range(geometry.num_processes)]
-    for batch in layout.micro_batches:
-        for index, (rows, filler) in enumerate(zip(batch.rows, batch.filler, strict=True)):
-            process[rows[~filler]] = index
-
-    def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
-        own = [rows[process[rows] == index] for index in range(geometry.num_processes)]
-        steps = min(max(map(len, own)), geometry.chunk_steps)
-        batches = []
-        for parts in zip(*(np.array_split(mine, steps) for mine in own), strict=True):
-            missing = [max(map(len, parts)) - len(part) for part in parts]
-            padded = [np.append(p, np.repeat(copy[:1], n)) for p, n, copy in zip(parts, missing, spare, strict=True)]
-            filler = [np.arange(len(p) + n) >= len(p) for p, n in zip(parts, missing, strict=True)]
-            batches.append(MicroBatch(np.stack(padded), np.stack(filler)))
-        return batches
-
-    return _lay_out(slot // geometry.chunk_steps, geometry, micro_batches)
-
-
 def _lay_out(chunk: np.ndarray, geometry: Geometry, micro_batches: Callable[[np.ndarray], list[MicroBatch]]) -> Layout:
     """The micro-batches of the rows of each chunk, after its empty micro-steps."""
     micro_steps: list[MicroBatch | None] = []
@@ -198,14 +169,6 @@ def _lay_out(chunk: np.ndarray, geometry: Geometry, micro_batches: Callable[[np.
         micro_steps += [None] * (geometry.chunk_steps - len(batches))
         micro_steps += batches
     return Layout(micro_steps)
-
-
-def _capacity(prompt_tokens: np.ndarray, completion_tokens: np.ndarray, geometry: Geometry) -> Capacity:
-    """The token budget, or what TRL's micro-batch would take with the longest chosen prompt and completion."""
-    if geometry.max_tokens is not None:
-        return Capacity(geometry.max_tokens, geometry.max_tokens)
-    longest, rows = completion_tokens.max(initial=0), geometry.micro_batch_rows
-    return Capacity(rows * (prompt_tokens.max(initial=0) + longest), rows * longest)
 
 
 def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:

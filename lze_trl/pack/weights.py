@@ -23,7 +23,6 @@ class Weights(Table):
 
     Attributes:
         chunk (int64): Chunk of the row.
-        slot (int64): Its micro-step before packing, in its chunk.
         norm_rows (float64): Rows that its chunk is averaged over.
         norm_tokens (float64): Loss tokens that it is averaged over in a "bnpo" loss, scaled to the chunk.
         num_items (float64): Loss tokens that the generation batch is averaged over; the same for all.
@@ -41,16 +40,14 @@ def weights_of_chosen(
     loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
 ) -> Weights:
     """Weights in a batch that is normalised by its chosen rows, spread evenly, and at random, over the chunks."""
-    slot = _random_slots(len(loss_tokens), geometry, rng)
-    chunk = slot // geometry.chunk_steps
+    chunk = _random_chunks(len(loss_tokens), geometry, rng)
     rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
     tokens = np.bincount(chunk, weights=weights * loss_tokens, minlength=geometry.num_chunks)
     return Weights(
         chunk=chunk,
-        slot=slot,
         norm_rows=rows[chunk],
         norm_tokens=np.maximum(tokens, 1.0)[chunk],
-        num_items=np.full(len(slot), float((weights * loss_tokens).sum())),
+        num_items=np.full(len(chunk), float((weights * loss_tokens).sum())),
         weight=weights,
     )
 
@@ -63,10 +60,8 @@ def weights_of_part(
     `mean_loss_tokens` each. The chosen rows are spread evenly, and at random, over the chunks.
     """
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
-    slot = _random_slots(count, geometry, rng)
     return Weights(
-        chunk=slot // geometry.chunk_steps,
-        slot=slot,
+        chunk=_random_chunks(count, geometry, rng),
         norm_rows=np.full(count, chunk_rows),
         norm_tokens=np.full(count, max(1.0, chunk_rows * mean_loss_tokens)),
         num_items=np.full(count, full_rows * mean_loss_tokens),
@@ -74,10 +69,10 @@ def weights_of_part(
     )
 
 
-def _random_slots(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
+def _random_chunks(count: int, geometry: Geometry, rng: np.random.Generator) -> np.ndarray:
     slot = np.empty(count, dtype=np.int64)
     slot[rng.permutation(count)] = np.arange(count) * geometry.steps_per_generation // max(count, 1)
-    return slot
+    return slot // geometry.chunk_steps
 
 
 def weights_of_full(
@@ -102,7 +97,6 @@ def weights_of_full(
     micro_batches = geometry.chunk_steps * geometry.num_processes
     return Weights(
         chunk=chunk[chosen],
-        slot=slot[chosen],
         norm_rows=rows[chunk[chosen]].astype(np.float64),
         norm_tokens=micro_batches * np.maximum(tokens, 1.0)[micro_batch[chosen]],
         num_items=np.full(len(chosen), float(loss_tokens.sum())),

@@ -130,7 +130,7 @@ def _of_all(values: list, kwargs: dict[str, Any]) -> list:
 
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
     """What a reward function has returned, as numbers and None."""
-    advice = "Return a list with one number for each completion, or None in it where the reward does not apply."
+    advice = "Return a list with one finite number for each completion, or None in it where the reward does not apply."
     a_list = isinstance(returned, Iterable) and not isinstance(returned, (str, bytes, Mapping, Set))
     if not a_list or (isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim == 0):
         raise RewardError(f"The reward function '{name}' returned {_shown(returned)} instead of a list. {advice}")
@@ -147,7 +147,7 @@ def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | Non
             rewards[index] = math.nan if isinstance(reward, (str, bytes)) else float(reward)
         except (TypeError, ValueError):
             rewards[index] = math.nan
-        if math.isnan(rewards[index]):
+        if not math.isfinite(rewards[index]):
             raise RewardError(
                 f"The reward function '{name}' returned {_shown(reward)} for completion {index} of {len(rewards)}. {advice}"
             )

@@ -1,9 +1,9 @@
 """
-Advantages from the statistics of all completions drawn, in groups of unequal size: GRPO (arXiv 2402.03300, 2510.04996), RLOO
-(2402.14740), and REINFORCE++ with and without a baseline (2501.03262). Row arrays have shape `(B,)`.
+Advantages from the statistics of all completions drawn, in groups of unequal size: GRPO (arXiv 2402.03300, 2510.04996) and
+REINFORCE++ (2501.03262). Row arrays have shape `(B,)`.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal
 
 import numpy as np
 
@@ -11,70 +11,16 @@ from ..batch import differ, group_mean, group_variance
 
 
 Scale = Literal["none", "group", "batch"]
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Estimator = Literal["grpo", "reinforce_plus_plus"]
 
 _SMALLEST_DEVIATION = 1e-4  # of REINFORCE++: σ² is at least 1e-8
 
 
-class Drawn(NamedTuple):
-    """Rewards of completions (NaN where unknown), their groups, and the number of their tokens that the loss covers."""
-
-    rewards: np.ndarray
-    group: np.ndarray
-    num_groups: int
-    tokens: np.ndarray
-
-
-def estimate_advantages(
-    estimator: Estimator,
-    rewards: np.ndarray,
-    group: np.ndarray,
-    num_groups: int,
-    tokens: np.ndarray,
-    scale: Scale = "group",
-    statistics: Drawn | None = None,
-    weights: np.ndarray | None = None,
-) -> np.ndarray:
-    """
-    Advantage of every completion, float64; exactly 0 for a completion without a reward (NaN).
-
-    `tokens` are those that the loss covers. `scale` is GRPO's; the other estimators have their own. `statistics` are the
-    completions that REINFORCE++ takes μ and σ from, by default these. `weights` (default 1) are the rows of the full batch
-    that each completion represents in statistics of the whole batch.
-    """
-    tokens = tokens if weights is None else tokens * weights
-    match estimator:
-        case "grpo":
-            return group_advantages(rewards, group, num_groups, scale, weights)
-        case "rloo":
-            return leave_one_out_advantages(rewards, group, num_groups)
-        case "reinforce_plus_plus" | "reinforce_plus_plus_baseline":
-            own = Drawn(rewards, group, num_groups, tokens)
-            counted = own if statistics is None else statistics
-            return normalised_over_tokens(_compared(estimator, own), _compared(estimator, counted), counted.tokens)
-    raise ValueError(f"`estimator` must be one of {list(get_args(Estimator))}, got {estimator!r}.")
-
-
-def leave_one_out_advantages(rewards: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """RLOO: reward minus the mean of the other rewards of the group, n/(n − 1)·(r − mean). 0 where no other is known."""
-    counts = np.bincount(group[~np.isnan(rewards)], minlength=num_groups)
-    factor = np.divide(counts, counts - 1, out=np.zeros(num_groups), where=counts > 1)
-    return factor[group] * group_advantages(rewards, group, num_groups, "none")
-
-
-def _compared(estimator: Estimator, drawn: Drawn) -> np.ndarray:
-    """What REINFORCE++ normalises: rewards, or with the baseline, rewards minus the mean of their group."""
-    if estimator == "reinforce_plus_plus":
-        return drawn.rewards
-    centred = group_advantages(drawn.rewards, drawn.group, drawn.num_groups, "none")
-    return np.where(np.isnan(drawn.rewards), np.nan, centred)
-
-
 def normalised_over_tokens(values: np.ndarray, counted: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """
-    (x − μ)/max(σ, 1e-4) of every completion, with μ and σ over all tokens of the `counted` completions, each token having the
-    value of its completion: μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L for completions of L `tokens`. NaN is left out and gives
-    0; all are 0 where the counted values do not differ.
+    REINFORCE++: (x − μ)/max(σ, 1e-4) of every completion, with μ and σ over all tokens of the `counted` completions, each token
+    having the value of its completion: μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L for completions of L `tokens`. NaN is left out
+    and gives 0; all are 0 where the counted values do not differ.
     """
     some = ~np.isnan(counted) & (tokens > 0)
     if not some.any() or np.ptp(counted[some]) == 0.0:  # their mean may differ from them in its last bit
@@ -113,8 +59,6 @@ def _deviations(
     rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale, weights: np.ndarray | None = None
 ) -> np.ndarray:
     """σ with Bessel's correction for each row; NaN where fewer than two rewards are known."""
-    if scale not in get_args(Scale):
-        raise ValueError(f"`scale_rewards` must be one of {list(get_args(Scale))}, got {scale!r}.")
     if scale == "batch":
         return np.full(len(rewards), _batch_deviation(rewards, np.ones(len(rewards)) if weights is None else weights))
     counts = np.bincount(group[~np.isnan(rewards)], minlength=num_groups)

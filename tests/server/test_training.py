@@ -80,7 +80,7 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
             return [float(i % 4 < 2 or (i // 4) % 3 == 0) for i in range(len(completions))]
 
         trainer = make_trainer(directory, models["untied"], urls, rewards=by_place, selection_ratio=0.7, **DECAY)
-        trainer.generation_step.selector = RecordingSelector(trainer.selector)
+        trainer.generation_step.selector = RecordingSelector(trainer.generation_step.selector)
         trainer.train()
         return seen, trainer
 
@@ -88,8 +88,8 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
     theirs, in_process = run(tmp_path / "transformers", None)
     assert ours == theirs
     assert len({text for batch in ours for text in batch}) > 3
-    assert over_http.selector.choices == in_process.selector.choices
-    assert all(len(chosen) > 0 for _, _, chosen in over_http.selector.choices)
+    assert over_http.generation_step.selector.choices == in_process.generation_step.selector.choices
+    assert all(len(chosen) > 0 for _, _, chosen in over_http.generation_step.selector.choices)
     start = load_file(models["untied"] / "model.safetensors")["lm_head.weight"]
     http, process = (trainer.model.lm_head.weight.detach() for trainer in (over_http, in_process))
     assert float((http - process).abs().max()) < 1e-3 and float((http - start).abs().max()) > 1e-2

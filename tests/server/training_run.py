@@ -54,11 +54,11 @@ def run(directory: Path, name: str, settings: dict):
         callbacks=[recorder],
     )
     recorder.trainer = trainer
-    trainer.generation_step.selector = RecordingSelector(trainer.selector)
+    trainer.generation_step.selector = RecordingSelector(trainer.generation_step.selector)
     trainer.train()
     history = trainer.state.log_history
     result = {
-        "choices": trainer.selector.choices,
+        "choices": trainer.generation_step.selector.choices,
         "differences": recorder.differences,
         "pass_rates": [entry["lze/pass_rate"] for entry in history if "lze/pass_rate" in entry],
         "trained": trainer.ledger.rows_trained / trainer.ledger.rows_rolled_out,
