@@ -23,7 +23,7 @@ TRL_ENV := .venv-trl-$(TRL)-transformers-$(TRANSFORMERS)
 TRL_TESTS ?= $(addprefix tests/test_,laws.py laws_weights.py agents.py trl_contract.py trl_situations.py drop_in.py step.py)
 NOT_HERE := not server and not browser and not gpu
 
-.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-trl test-integration test-browser quality types format docs \
+.PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-trl test-trl-own test-integration test-browser quality types format docs \
 	vllm-env vllm-serve openenv-serve two-nodes install clean
 
 help:  ## Show what can be made
@@ -52,6 +52,11 @@ test-server: vllm-env $(VENV)/.installed-deepspeed  ## Run the tests against a r
 
 test-trl: $(TRL_ENV)/.installed  ## Run laws, contract and a training with other releases: TRL=1.14.2 TRANSFORMERS=5.3.0
 	@OMP_NUM_THREADS=1 $(TRL_ENV)/bin/python -m pytest -n auto --dist loadfile -q -m "not slow and $(NOT_HERE)" $(TRL_TESTS)
+
+test-trl-own: $(VENV)/.installed  ## Run TRL's own tests of GRPO with its trainer and with ours: TRL_SOURCE=DIR, a checkout of TRL
+	@[ -n "$(TRL_SOURCE)" ] || { echo "Say where TRL is: make test-trl-own TRL_SOURCE=DIR" \
+		"(git clone https://github.com/huggingface/trl DIR)" >&2; exit 1; }
+	@PYTHONPATH=tests HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m trl_own $(TRL_SOURCE) $(ARGS)
 
 test-sharded: $(VENV)/.installed-deepspeed  ## Run the tests of DDP, ZeRO-2, ZeRO-3 and FSDP2, on two CPU processes
 	@$(PYTEST) -q tests/test_sharded.py
