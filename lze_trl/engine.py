@@ -9,7 +9,7 @@ import copy
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import compress
@@ -653,7 +653,7 @@ def loss_tokens(
 
 
 def sequence_logprobs(
-    logprobs: list[list[float | None]] | None, masks: list[list[int]] | None, count: int
+    logprobs: Sequence[Sequence[float | None]] | None, masks: list[list[int]] | None, count: int
 ) -> np.ndarray:
     """
     Log-probability of each completion when it was sampled, shape `(count,)`: the sum over the tokens that the model generated, those

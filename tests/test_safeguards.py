@@ -165,7 +165,6 @@ def test_bad_input(job, tmp_path):
 # ---- Labels that may be wrong ----
 
 
-<<<<<<< HEAD
 def test_energy_goes_by_the_share(tmp_path):
     votes_run.save(tmp_path / "model")
     common = {"rows": 30, "num_generations": 6, "max_steps": 3, "selection_ratio": 0.4, "learning_rate": 0.0}
@@ -173,31 +172,12 @@ def test_energy_goes_by_the_share(tmp_path):
     plain, by_share = (
         votes_run.train(tmp_path, "run", common | {"self_play": {"label_confidence": name}}).generation_step.state
         for name in ("none", "share")
-=======
-def trained_by_energy(tmp_path, **settings):
-    trainer = votes_run.train(tmp_path, "run", {"rows": 30, "num_generations": 6, "max_steps": 3} | settings)
-    return trainer.generation_step.state
-
-
-def test_the_share_of_the_winner_is_a_factor_of_the_energy(tmp_path):
-    votes_run.save(tmp_path / "model")
-    common = {"selection_ratio": 0.4, "learning_rate": 0.0, "gold": True}
-    common |= {"majority": {"bounds": [0.0, 1.0], "labelled": "none"}}
-    plain, by_share = (
-        trained_by_energy(tmp_path, **common, self_play={"label_confidence": name}) for name in ("none", "share")
->>>>>>> cut-core
     )
     assert (plain["prompt_ids"] == by_share["prompt_ids"]).all()
     assert np.allclose(by_share["energy"], plain["energy"] * plain["last"], atol=1e-6)  # wins are the outcomes
     assert (by_share["energy"] != plain["energy"]).any()
 
 
-<<<<<<< HEAD
-def test_a_confidence_that_nothing_goes_by_is_refused(tmp_path):
-    args = tiny.config(tmp_path / "run", selector="variance", self_play={"label_confidence": "share"})
-    with pytest.raises(ValueError, match="`label_confidence='share'` corrects the energy"):
-        LZEGRPOTrainer("no/model", MajorityReward(), args, tiny.prompts(6))
-=======
 @pytest.mark.parametrize(
     ("reward", "settings", "message"),
     [
@@ -209,4 +189,3 @@ def test_a_confidence_that_nothing_tells_is_refused(tmp_path, reward, settings, 
     args = tiny.config(tmp_path / "run", **settings, self_play={"label_confidence": "share"})
     with pytest.raises(ValueError, match=rf"`label_confidence='share'` .*{message}"):
         LZEGRPOTrainer("no/model", reward or MajorityReward(), args, tiny.prompts(6))
->>>>>>> cut-core

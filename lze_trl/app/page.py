@@ -126,6 +126,9 @@ class _Page:
             self.tiles = _html("overview")
             self.plots = _charts(charts.OVERVIEW_CHARTS)
             self.costs = _html("cost")
+            with gr.Accordion("What other strategies would cost", open=False):
+                self.ask = gr.Button("Forecast from what this run has recorded", size="sm")
+                self.forecast = gr.Code(show_label=False, language=None, visible=False, elem_id="lze-forecast")
         with prompts:
             self._add_prompts()
         with runs:
@@ -174,7 +177,7 @@ class _Page:
         names = "tab run orders smoothing search state prompt visit words runs metrics axis"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
-        chosen = {*controls, self.live} - {self.prompt, self.visit, self.metrics}
+        chosen = {*controls, self.live, self.ask, self.forecast} - {self.prompt, self.visit, self.metrics}
         parts = (*vars(self).values(), *self.plots, *self.comparisons)
         shown = [part for part in parts if isinstance(part, gr.components.Component) and part not in chosen]
         # One after the other: the answer to an earlier question never replaces that to a later one
@@ -188,6 +191,7 @@ class _Page:
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
         self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
+        self.run.change(lambda: gr.update(visible=False), None, self.forecast, **quiet)
         for part in (self.table, self.run_table):
             part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
         for part in (self.table, self.scatter):
@@ -197,6 +201,7 @@ class _Page:
         timer = gr.Timer(REFRESH_SECONDS)
         timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
+        self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
     def _sort(self, orders: dict[str, str], event: gr.EventData) -> dict[str, str]:
         return orders | {event.table: event.sort}
@@ -206,6 +211,16 @@ class _Page:
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
+
+    def _forecast(self, id: str) -> Any:
+        from ..forecast import forecast
+        from ..forecast.recorded import sample_of_folder
+
+        try:
+            found = str(forecast(sample_of_folder(self.book.open(id).directory)))
+        except (TelemetryError, ValueError) as error:
+            found = str(error)
+        return gr.update(value=found, visible=True)
 
     def _look(self) -> tuple[Any, Any]:
         """Look for runs that have begun since the app was started."""

@@ -22,7 +22,10 @@ class SamplingWatch(LogitsProcessor):
 
     def __init__(self):
         self._turns: list[list[tuple[list[int], list[float]]] | None] = []  # of each generation, by row; `None`: lost
-        self.begin()
+        self._lost = False  # whether generation calls it in a way that cannot be watched
+        self._scores: torch.Tensor | None = None  # (n, V), of the last call
+        # Tokens of each call but the last, and their log-probabilities, (n,) each
+        self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._lost or input_ids.ndim != 2 or scores.ndim != 2 or len(input_ids) != len(scores):
@@ -37,10 +40,7 @@ class SamplingWatch(LogitsProcessor):
 
     def begin(self):
         """A new generation begins."""
-        self._lost = False  # whether generation calls it in a way that cannot be watched
-        self._scores: torch.Tensor | None = None  # (n, V), of the last call
-        # Tokens of each call but the last, and their log-probabilities, (n,) each
-        self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lost, self._scores, self._sampled = False, None, []
 
     def end(self, sequences: torch.Tensor):
         """The generation has ended, with these tokens, shape `(n, length)`."""

@@ -401,3 +401,11 @@ def test_readable_on_a_phone(browser, address):
     places = [page.locator(place).bounding_box()["y"] for place in ("#lze-prompts", "#lze-detail", "#lze-scatter")]
     assert places == sorted(places)
     context.close()
+
+
+def test_the_overview_forecasts_from_the_run(page, address, runs):
+    open_page(page, address)
+    page.get_by_role("button", name="What other strategies would cost").click()
+    page.get_by_role("button", name="Forecast").click()
+    told = page.locator("#lze-forecast")
+    wait_for(lambda: told.count() and "Price to plain GRPO's accuracy" in told.inner_text(), seconds=120)
