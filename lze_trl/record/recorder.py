@@ -140,13 +140,6 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in blocks} | inner
 
 
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings, those in blocks as `block.name`."""
-    blocks = {name: value for name, value in settings.items() if isinstance(value, dict)}
-    inner = {f"{block}.{name}": value for block, values in blocks.items() for name, value in values.items()}
-    return {name: value for name, value in settings.items() if name not in blocks} | inner
-
-
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
     """Columns of a dataset row that a table can hold: level, subject, gold answer, …; a number as `prompt_id` is left out."""
     hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
