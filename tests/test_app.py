@@ -109,21 +109,26 @@ def test_settings_that_differ_from_their_defaults_come_first(tmp_path):
         "debug": [],
         "own": 3,
     }
-    defaults = {"strategy": "exact", "beta": 0.0, "seed": 1, "run_name": None, "debug": ""}
-    TelemetryWriter(tmp_path, settings=settings, defaults=defaults).close()
+    known = {
+        "strategy": ["What", "exact"],
+        "beta": ["Training", 0.0],
+        "seed": ["Training", 1],
+        "run_name": ["Logs", None],
+    }
+    TelemetryWriter(tmp_path, settings=settings, known=known | {"debug": ["Logs", ""]}).close()
     html = views.settings(open_run(tmp_path))
-    assert rows_of(html, "changed") == [["strategy", "gate", "exact"], ["beta", "0.1", "0.0"]]
+    assert rows_of(html, "changed") == [["strategy", "gate", "exact", "What"], ["beta", "0.1", "0.0", "Training"]]
     every = {name: value for name, value, *_ in rows_of(html, "settings-all")}
-    assert list(every) == [*defaults, "data_seed", "own"]
+    assert list(every) == [*known, "debug", "data_seed", "own"]
     assert list(every.values()) == ["gate", "0.1", "1", "–", "–", "–", "3"]
     assert "None" not in html
 
 
-def test_a_run_knows_the_defaults_of_its_settings(tmp_path):
+def test_a_run_knows_topics_and_defaults_of_its_settings(tmp_path):
     args = tiny.config(tmp_path, telemetry=True, strategy="lze", selector_kwargs={"momentum_weight": 0.5}, max_steps=1)
     LZEGRPOTrainer(tiny.model(), tiny.digit_reward, args, tiny.prompts(3), processing_class=tiny.tokenizer()).train()
     meta = open_run(tmp_path).meta
-    changed = {name for name, default in meta.defaults.items() if meta.settings.get(name, default) != default}
+    changed = {name for name, (_, default) in meta.known.items() if meta.settings.get(name, default) != default}
     assert {"strategy", "selector_kwargs.momentum_weight", "max_steps"} <= changed
     # What follows from the strategy, or is left as it is, has not changed
     assert not changed & {
@@ -133,6 +138,9 @@ def test_a_run_knows_the_defaults_of_its_settings(tmp_path):
         "planner_kwargs.streak",
         "epsilon",
     }
+    topics = {name: topic for name, (topic, _) in meta.known.items()}
+    assert topics["selector_kwargs.momentum_weight"] == topics["selector"] == "Which groups are trained on"
+    assert (topics["learning_rate"], topics["temperature"]) == ("Learning Rate & Scheduler", "Generation")
     assert "hub_token" not in meta.settings
 
 
