@@ -114,6 +114,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
         (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
         (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),
+        (not args.packing and args.max_tokens_per_micro_batch is not None, "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."),
     ]  # fmt: skip
 
 
