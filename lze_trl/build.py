@@ -30,6 +30,7 @@ def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
         steps_per_generation=args.steps_per_generation,
         chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
         micro_batch_rows=args.per_device_train_batch_size,
+        max_tokens=args.max_tokens_per_micro_batch,
         micro_step_cost=micro_step_cost(sharded and processes > 1),
     )
 

@@ -4,6 +4,7 @@ import logging
 from typing import Any, NamedTuple
 
 from datasets import Dataset, IterableDataset
+from torch import nn
 from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
@@ -114,6 +115,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
         (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
         (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),
+        (not args.packing and args.max_tokens_per_micro_batch is not None, "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."),
     ]  # fmt: skip
 
 
@@ -228,23 +230,35 @@ def _resolved_pruning(run: Setup) -> str:
         return run.pruning or "none"
     if run.ranks or run.pruning is not None:
         return run.pruning or "refill"
+    if run.args.loss_normalizer == "selected" and run.sampler is not None:
+        logger.warning("`%s` orders the prompts, so `pruning` is off: it would change the order.", run.sampler)
+        return "none"
     return "refill" if run.args.loss_normalizer == "selected" else "none"
 
 
-def outcome_rule(args: LZEGRPOConfig, names: list[str], controller: RolloutController) -> OutcomeRule:
-    """What outcomes are made of, by the settings and the names of the reward functions. Reinforce-Ada counts passes."""
+def outcome_rule(
+    args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
+) -> OutcomeRule:
+    """What outcomes are made of, by the settings and the reward functions. Reinforce-Ada counts passes."""
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(
             f"`pass_reward={args.pass_reward!r}` is none of the reward functions {names}. Name one of them, or leave it "
             "unset for their weighted sum."
         )
     column = names.index(args.pass_reward) if args.pass_reward in names else None
-    threshold, bounds = args.pass_threshold, args.reward_range
+    threshold, bounds, binary = args.pass_threshold, args.reward_range, False
     if threshold is None and isinstance(controller, ReinforceAda):
-        threshold = PUBLISHED_THRESHOLD
+        weights = args.reward_weights or [1.0] * len(names)
+        counted = [i for i in range(len(names)) if weights[i] != 0.0] if column is None else [column]
+        if len(counted) > 1 or any(isinstance(reward_funcs[i], nn.Module) for i in counted):
+            raise ValueError(
+                f"Reinforce-Ada counts the completions whose reward is above `pass_threshold`, and the reward from "
+                f"{[names[i] for i in counted]} is graded. Set `pass_threshold`, or name a reward of 0 and 1 as `pass_reward`."
+            )
+        threshold, binary = PUBLISHED_THRESHOLD, True
     elif threshold is None and args.pass_reward is not None and bounds is None:
         threshold = 0.5
-    return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]))
+    return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
 
 
 def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tuple[Dataset | IterableDataset, bool]:

@@ -150,6 +150,9 @@ class LZEGRPOConfig(GRPOConfig):
             Whether to pack the chosen completions, sorted by length and trimmed, into few micro-batches. The result is the
             same. Defaults to packing, except where the loss depends on which rows share a micro-batch
             (`top_entropy_quantile`).
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Token budget of a micro-batch (rows × padded length) on each process. A packed micro-batch then holds as
+            many rows as fit, instead of `per_device_train_batch_size`.
 
         > Parameters that control generation by vLLM servers over HTTP (`use_vllm=True`, `vllm_mode="http"`)
 
@@ -219,6 +222,7 @@ class LZEGRPOConfig(GRPOConfig):
     deduplicate: bool = True
     state_from: str | None = None
     packing: bool | None = None
+    max_tokens_per_micro_batch: int | None = None
     vllm_mode: Literal["colocate", "server", "http"] = "colocate"
     vllm_server_urls: list[str] | None = None
     vllm_server_kwargs: Settings = None  # type: ignore[assignment]

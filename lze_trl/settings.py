@@ -70,6 +70,7 @@ RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
         "pass_threshold": "(-inf, inf)",
+        "max_tokens_per_micro_batch": "[1, inf)",
         "environment_timeout": "(0, inf)",
     },
     "selector_kwargs": {

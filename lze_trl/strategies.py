@@ -47,8 +47,7 @@ REMOVED: dict[str, str] = {
     "instruct_exemplars": "Leave it out: its own exemplars are drawn alike.",
     "instruct_refuse_overlap": "Leave it out: no new problem may resemble an evaluation problem.",
     "surplus_max_age": "Leave it out: live groups that an update has no room for are dropped and counted.",
-    "micro_step_cost": "Leave it out. `per_device_train_batch_size` bounds micro-batches.",
-    "max_tokens_per_micro_batch": "Leave it out: a micro-batch takes what `per_device_train_batch_size` of the longest rows would.",
+    "micro_step_cost": "Leave it out. `max_tokens_per_micro_batch` bounds micro-batches.",
 }
 """Settings of earlier versions, and what to write instead."""
 

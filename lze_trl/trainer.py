@@ -34,7 +34,7 @@ from .record.recorder import Recorder
 from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
-from .rollout.guard import RewardNotes, checked
+from .rollout.guard import RewardError, RewardNotes, checked
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, instances, reader
 from .select.selectors import Selector
@@ -218,7 +218,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     ):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
-        rule = checks.outcome_rule(args, self.reward_func_names, controller)
+        rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
         writes: PromptSource | None = None
@@ -340,6 +340,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.environments is not None:  # whatever a reward model makes of failed episodes
             failed = [reason is not None for reason in failures(self.environments)]
             rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
+        if torch.isinf(rewards).any():  # of a reward model, or too large for float32
+            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
+            raise RewardError(
+                f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
+                "number, or None where it does not apply."
+            )
         if self.group_rewards and not self.model.training:
             return Engine(self).settle_evaluation(rewards, ballots)
         return rewards

@@ -94,12 +94,13 @@ def seen_prompts(trainer):
     return batches
 
 
-@pytest.mark.parametrize("strategy", ["exact", "gate"])
-def test_an_own_sampler_orders_the_prompts(tmp_path, strategy):
+@pytest.mark.parametrize("strategy", ["gate", "lze"])
+def test_an_own_sampler_orders_the_prompts(tmp_path, caplog, strategy):
     backwards = [row["prompt"] for row in tiny.prompts(11)][::-1]
     batches = seen_prompts(make(tmp_path, Backwards, strategy=strategy, max_steps=2))
     assert batches[0] == backwards[:3]
     assert {prompt for batch in batches for prompt in batch} == set(backwards[:6])
+    assert ("orders the prompts, so `pruning` is off" in caplog.text) == (strategy == "lze")
 
 
 def test_an_own_sampler_that_would_be_ignored_is_refused(tmp_path):

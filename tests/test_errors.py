@@ -67,6 +67,7 @@ REFUSED = [
     ),
     ("overlap", {"overlap": "one_step"}, {}),
     ("packing", {"packing": True, "top_entropy_quantile": 0.5}, {}),
+    ("max_tokens_per_micro_batch", {"packing": False, "max_tokens_per_micro_batch": 64}, {}),
     ("pruning", {"pruning": "none"}, {"planner": SolvedPlanner()}),
     ("pruning", {"pruning": "skip", "controller": "dynamic"}, {}),
     ("multi_objective_aggregation", {"controller": "gate", **NORMALIZED}, {}),

@@ -138,6 +138,11 @@ def test_bad_datasets(columns, message):
         add_prompt_ids(Dataset.from_dict(columns))
 
 
+def test_answers_that_json_cannot_express_are_told():
+    with pytest.raises(TypeError, match="Give each row a `prompt_id`, or remove the column"):
+        prompt_id("1+1=", {2})
+
+
 @pytest.mark.parametrize("answer", [b"2", datetime(2026, 1, 2, 3), Decimal("2.50")])
 def test_answers_of_every_type_of_a_table_have_an_identity(answer):
     dataset = Dataset.from_dict({"prompt": ["a", "a"], "answer": [answer, None]})

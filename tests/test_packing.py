@@ -65,6 +65,10 @@ def test_pack_one_process():
         # Two rows a micro-batch, the longest with 10 + 50 tokens: room for 120, and for 100 of completions. Five rows of
         # 10 + 10 take exactly as many completion tokens as 10 + 50 twice would, but more rows
         ((1, 4, 4, 2), [10] * 7, [10, 50, 10, 50, 10, 10, 10], [None, None, [[1, 3]], [[0, 2, 4, 5, 6]]]),
+        # Up to 40 tokens: 2 × (10 + 9) = 38 fit, 3 × 19 do not; then 3 × (10 + 3) = 39
+        ((1, 5, 5, 1, 40), [10] * 5, [9, 8, 3, 2, 1], [None, None, None, [[0, 1]], [[2, 3, 4]]]),
+        # A budget too small for the micro-steps shares the rows out
+        ((1, 2, 2, 1, 1), [10] * 5, [5, 4, 3, 2, 1], [[[0, 1]], [[2, 3, 4]]]),
     ],
 )
 def test_pack_by_length(shape, prompts, completions, rows):
@@ -299,6 +303,18 @@ def test_a_further_micro_step_saves_more_padding_than_it_costs(batch, cost):
     further = real_steps(more) - real_steps(least)
     assert further >= 0
     assert computed(least) - computed(more) >= further * cost
+
+
+@given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 80), st.integers(0, 2**16))
+def test_the_token_budget_is_kept(processes, count, max_tokens, seed):
+    # As many micro-steps as rows: the budget never has to give way to the number of micro-steps
+    rng = np.random.default_rng(seed)
+    prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
+    steps = max(count, 1)
+    geometry = Geometry(processes, steps, steps, micro_batch_rows=1, max_tokens=max_tokens)
+    for micro_batch in filter(None, pack(prompts, completions, np.zeros(count, dtype=int), geometry).micro_steps):
+        for rows in micro_batch.rows:
+            assert len(rows) == 1 or len(rows) * (prompts[rows].max() + completions[rows].max()) <= max_tokens
 
 
 def trl_weights(

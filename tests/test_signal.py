@@ -209,6 +209,23 @@ def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
 # ---- Reinforce-Ada counts positives ----
 
 
+def test_reinforce_ada_refuses_a_graded_function_before_anything_is_lost(tmp_path):
+    trainer = make(LZEGRPOTrainer, tmp_path, REWARDS["graded"], rollout_func=None, controller="reinforce_ada_positive")
+    with pytest.raises(ValueError, match=r"counts passes.* Set `pass_threshold`"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    for name in ("format and correct", "reward model"):
+        with pytest.raises(ValueError, match=r"is graded\. Set `pass_threshold`"):
+            make(LZEGRPOTrainer, tmp_path, REWARDS[name], controller="reinforce_ada_positive")
+
+
+def test_an_infinite_reward_of_a_model_is_refused(tmp_path):
+    trainer = make(LZEGRPOTrainer, tmp_path, REWARDS["reward model"])
+    trainer.reward_funcs[0].score.register_forward_hook(lambda module, given, scores: scores + float("inf"))
+    with pytest.raises(ValueError, match=f"'{trainer.reward_func_names[0]}' returned an infinite reward"):
+        trainer._calculate_rewards([{}] * 2, ["1+1="] * 2, ["2"] * 2, [[4]] * 2)
+
+
 def test_reinforce_ada_counts_what_is_named(tmp_path):
     rewards = {"reward_funcs": [error_reward, correct], "reward_weights": [1.0, 0.0]}
     settings = {"rollout_func": None, "controller": "reinforce_ada_balanced", "pass_threshold": -0.15}

@@ -246,3 +246,14 @@ def test_ids_are_found_in_the_row_in_which_they_were_added(ids, cuts, others):
     rows = dict(zip(ids, range(len(ids)), strict=True))
     wanted = [*ids, *others]
     assert index.find(np.array(wanted, dtype=np.int64)).tolist() == [rows.get(id, -1) for id in wanted]
+
+
+@pytest.mark.parametrize(("shift", "sign"), [(0, 1), (47, -1)])
+def test_the_index_grows(shift, sign):
+    ids = sign * (np.arange(1, 40_001, dtype=np.int64) << shift)
+    index = RowIndex()
+    for part in np.array_split(ids, 97):  # the latest ids are merged many times
+        index.add(part)
+    np.testing.assert_array_equal(index.find(ids), np.arange(40_000))
+    assert (index.find(~ids) == -1).all()  # of the other sign
+    assert index.nbytes == 12 * 40_000

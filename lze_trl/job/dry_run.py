@@ -42,7 +42,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     init_kwargs: Any = args.model_init_kwargs
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
     dataset, controller, resolved = prepare(args, rows, funcs, given)
-    outcome_rule(args, [get_callable_name(func) for func in funcs], controller)
+    outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
     groups, steps = args.generation_batch_size // args.num_generations, args.max_steps
     if steps <= 0:  # as transformers and TRL count them
         micro_steps = len(dataset) // groups * args.steps_per_generation * args.num_iterations

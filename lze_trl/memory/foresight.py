@@ -1,5 +1,7 @@
 """Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
 
+from typing import Any
+
 import numpy as np
 
 from ..batch import Table
@@ -15,6 +17,8 @@ FEATURES = (
     *("chance_mean_if_hopeless", "chance_min_if_hopeless", "chance_max_if_hopeless"),
 )
 """Features of a prompt; for one that was never visited, all are 0 except the first."""
+
+_CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 
 class History(Table):
@@ -66,7 +70,10 @@ class Foresight:
     def forecasts(self, history: History, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """That probability by the model and by the posterior."""
         sizes = np.broadcast_to(size, len(history))
-        model, posterior = self.model.forecasts(*_examples(history, sizes))
+        model, posterior = np.empty(len(history)), np.empty(len(history))
+        for start in range(0, len(history), _CHUNK):
+            part: Any = slice(start, start + _CHUNK)
+            model[part], posterior[part] = self.model.forecasts(*_examples(history.take(part), sizes[part]))
         return np.where(sizes < 2, 0.0, model), np.where(sizes < 2, 0.0, posterior)
 
     def see(

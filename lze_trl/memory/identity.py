@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Callable
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -39,8 +41,14 @@ def _content(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    # Images and arrays; else dates, decimals and bytes
-    return xxhash.xxh64(value.tobytes()).hexdigest() if hasattr(value, "tobytes") else str(value)
+    if isinstance(value, bytes | date | time | timedelta | Decimal):
+        return str(value)
+    if hasattr(value, "tobytes"):  # images and arrays
+        return xxhash.xxh64(value.tobytes()).hexdigest()
+    raise TypeError(
+        f"Rows of the training set are recognised by the JSON of their values, and a `{type(value).__name__}` has none. Give "
+        "each row a `prompt_id`, or remove the column."
+    )
 
 
 def _hash(text: str) -> int:

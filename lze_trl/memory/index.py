@@ -3,32 +3,50 @@
 import numpy as np
 
 
-class RowIndex:
-    """Rows of distinct ids, numbered in the order of addition, as a sorted run; 12 bytes an id."""
+_EMPTY = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 
-    def __init__(self, ids: np.ndarray | None = None):
-        self._ids, self._rows = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-        if ids is not None:
-            self.add(ids)
+
+class RowIndex:
+    """
+    Rows of distinct ids, numbered in the order of addition; 12 bytes an id.
+
+    Ids are kept in two sorted runs, nearly all of them and the latest. The latest are merged into the others once they are
+    1/32 of them, so adding a batch costs O(batch) on average.
+    """
+
+    def __init__(self, ids: np.ndarray = _EMPTY[0]):
+        order = np.argsort(ids)
+        self._runs = [(ids[order], order.astype(np.int32)), _EMPTY]
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return sum(len(ids) for ids, _ in self._runs)
 
     @property
     def nbytes(self) -> int:
         """Memory of the index, in bytes."""
-        return self._ids.nbytes + self._rows.nbytes
+        return sum(ids.nbytes + rows.nbytes for ids, rows in self._runs)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Row of each id, shape `(n,)`, int64; −1 for an unknown id."""
-        if not len(self):
-            return np.full(len(ids), -1, dtype=np.int64)
-        places = np.minimum(np.searchsorted(self._ids, ids), len(self) - 1)
-        return np.where(self._ids[places] == ids, self._rows[places], -1).astype(np.int64)
+        found = np.full(len(ids), -1, dtype=np.int64)
+        for known, rows in self._runs:
+            if len(known):
+                places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+                found = np.where(known[places] == ids, rows[places], found)
+        return found
 
     def add(self, ids: np.ndarray) -> np.ndarray:
-        """Add unknown ids, at the price of a copy of the index. Returns their rows, shape `(n,)`."""
-        rows, order = np.arange(len(self), len(self) + len(ids)), np.argsort(ids)
-        places = np.searchsorted(self._ids, ids[order])
-        self._ids, self._rows = np.insert(self._ids, places, ids[order]), np.insert(self._rows, places, rows[order])
+        """Add unknown ids. Returns their rows, shape `(n,)`."""
+        rows = np.arange(len(self), len(self) + len(ids))
+        most, latest = self._runs[0], _merged(self._runs[1], ids, rows)
+        if len(latest[0]) > max(1000, len(most[0]) // 32):
+            most, latest = _merged(most, *latest), _EMPTY
+        self._runs = [most, latest]
         return rows
+
+
+def _merged(run: tuple[np.ndarray, np.ndarray], ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A sorted run with further ids and rows inserted."""
+    order = np.argsort(ids)
+    places = np.searchsorted(run[0], ids[order])
+    return np.insert(run[0], places, ids[order]), np.insert(run[1], places, rows[order])

@@ -13,6 +13,7 @@ class OutcomeRule:
     column: int | None = None  # the reward function; None for the weighted total
     threshold: float | None = None  # rewards above it are passes (1), others fails (0); None for graded outcomes
     bounds: tuple[float, float] | None = None  # range of graded outcomes; None for the range seen
+    binary: bool = False  # whether rewards other than 0 and 1 are an error, because a default threshold is used
 
     def __post_init__(self):
         if self.threshold is not None:
@@ -33,6 +34,9 @@ class OutcomeRule:
     def scores(self, rewards_per_func: np.ndarray, totals: np.ndarray) -> np.ndarray:
         """1 for a pass, 0 for a fail, or the reward; NaN without one. From rewards `(B, F)` and weighted totals `(B,)`."""
         rewards = totals if self.column is None else rewards_per_func[:, self.column]
+        others = rewards[~np.isnan(rewards) & ~np.isin(rewards, (0.0, 1.0))]
+        if self.binary and others.size:
+            raise ValueError(f"Reinforce-Ada counts passes, and a reward is {others[0]}. Set `pass_threshold`.")
         if self.threshold is not None:
             return np.where(np.isnan(rewards), np.nan, (rewards > self.threshold).astype(np.float64))
         return rewards if self.bounds is None else np.clip(rewards, *self.bounds)

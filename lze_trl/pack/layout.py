@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..batch import section
-from .splits import Capacity, split
+from .splits import Capacity, fewest_runs, split
 
 
 REPLICATED_COST, SHARDED_COST = 256, 1_024
@@ -45,6 +45,7 @@ class Geometry:
     steps_per_generation: int  # S
     chunk_steps: int  # g, micro-steps of a chunk
     micro_batch_rows: int  # of a micro-batch on one process, if they are as long as the longest
+    max_tokens: int | None = None  # budget of a micro-batch on one process; replaces the rows
     micro_step_cost: float = REPLICATED_COST  # in tokens of each process: a further one has to save more padding
     further_micro_steps: float = 1.1  # how many micro-steps there may be at most, over the fewest that hold the rows
 
@@ -111,11 +112,14 @@ def pack(
     out, so that all processes compute equally many of about the same length at the same time. Of the rows that each process
     (`owner`) holds, as many as possible stay where they are. Arrays have shape `(n,)`, one entry per chosen row.
 
-    A micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of the short rows, and never more
-    tokens than in TRL's own micro-batches. This is exceeded only where all micro-steps of a chunk together do not hold its rows.
+    Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of
+    the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
+    of a chunk together do not hold its rows, or one row is longer than the budget.
     """
     longest, size = completion_tokens.max(initial=0), geometry.micro_batch_rows
     capacity = Capacity(size * (prompt_tokens.max(initial=0) + longest), size * longest)
+    if geometry.max_tokens is not None:
+        capacity = Capacity(geometry.max_tokens, geometry.max_tokens)
     turn = np.arange(len(chunk)) if owner is None else _turns(owner)
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
@@ -127,6 +131,8 @@ def pack(
             np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)
         )
         fewest = -(-len(starts) // geometry.micro_batch_rows)
+        if geometry.max_tokens is not None:
+            fewest = fewest_runs(prompts, completions, capacity)
         most = int(min(geometry.chunk_steps, geometry.further_micro_steps * fewest))
         splits = split(prompts, completions, capacity, geometry.micro_step_cost, most)
         parts = np.split(rows, np.array(splits[1:-1], dtype=np.int64) * geometry.num_processes)
