@@ -234,7 +234,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 17_970, "core": 12_921, "tests": 21_903}
+LINES = {"package": 16_442, "core": 11_944, "tests": 19_267}
 """Most lines of Python, scripts and styles. It goes down."""
 
 
