@@ -86,6 +86,10 @@ class GenerationStep:
             if self.args.overlap == "one_step" and end < engine.max_steps:
                 self._start_next(engine)
 
+    def replace_passes(self, passes: Passes):
+        """Plan over another training set from the next batch on."""
+        self.passes = self.rounds.passes = passes
+
     def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
         """The plan of the next batch."""
         with self.ledger.timed("selection"):

@@ -226,17 +226,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             from .selfplay.online import OnlineInstruction
 
             writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
-        prompts = dataset if writes is None else writes.pool
-        self.passes = Passes(
-            # A controller that draws prompts takes them from the stream, also where nothing is pruned
-            mode="refill" if controller.draws_prompts or writes is not None else pruning,
-            by_prompt=not is_plain(controller, args.num_generations),
-            dataset=None if isinstance(prompts, IterableDataset) else prompts,
-            planner=planner,
-            state=self.prompt_state,
-            args=args,
-            accelerator=self.accelerator,
-        )
+        self.passes = self._passes_over(dataset if writes is None else writes.pool, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
         described = {
             "selector": args.selector if type(selector) is type(args.make_selector()) else type(selector).__name__,
@@ -258,6 +248,20 @@ class LZEGRPOTrainer(GRPOTrainer):
             writes,
         )
 
+    def _passes_over(self, prompts: Any, planner: Planner, controller: RolloutController) -> Passes:
+        """The plans of generation batches over prompts with ids."""
+        args = self.args
+        return Passes(
+            # A controller that draws prompts takes them from the stream, also where nothing is pruned
+            mode="refill" if controller.draws_prompts or args.self_play["instruct"] else self.resolved["pruning"],
+            by_prompt=not is_plain(controller, args.num_generations),
+            dataset=None if isinstance(prompts, IterableDataset) else prompts,
+            planner=planner,
+            state=self.prompt_state,
+            args=args,
+            accelerator=self.accelerator,
+        )
+
     @property
     def vote_history(self) -> VoteHistory:
         """What was seen so far of votes and of a probe set."""
@@ -272,18 +276,40 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @property
     def train_dataset(self) -> Dataset | IterableDataset:
-        """The training set, with prompt ids."""
+        """
+        The training set, with prompt ids. Another one can be assigned between trainings: the next one begins with a pass over it, and
+        what is known of prompts is kept.
+        """
         return vars(self)["train_dataset"]
 
     @train_dataset.setter
     def train_dataset(self, dataset: Any):
-        # Differs from transformers: passes and memory are those of the set that the trainer was made with
-        if "generation_step" in vars(self):
-            raise AttributeError(
-                "`train_dataset` cannot be replaced. Make a new trainer with the other data, and `state_from` this run to keep what is "
-                "known of prompts."
+        # Differs from transformers: a set that is assigned later is prepared as that of the constructor
+        vars(self)["train_dataset"] = self._prepared(dataset) if "generation_step" in vars(self) else dataset
+
+    def _prepared(self, dataset: Any) -> Dataset | IterableDataset:
+        """Another training set, with prompt ids, over which the next generation batch is planned."""
+        if self.is_in_train:
+            raise RuntimeError("`train_dataset` cannot be replaced during a training. Assign it before `train()`.")
+        if self.args.self_play["instruct"]:
+            raise ValueError(
+                "`self_play={'instruct': True}` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
+                "trainer with the other data."
             )
-        vars(self)["train_dataset"] = dataset
+        step, sampler = self.generation_step, _override(type(self), "_get_train_sampler")
+        given = {"rollout_func": self.rollout_func}
+        dataset, controller, resolved = checks.prepare(
+            self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector
+        )
+        if resolved["pruning"] != (before := self.resolved["pruning"]):
+            raise ValueError(
+                f"With this `train_dataset`, `pruning` would be {resolved['pruning']!r}, and this trainer has {before!r}. Make a new one "
+                "with the other data, and `state_from` this run to keep what is known of prompts."
+            )
+        self.resolved = resolved
+        self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
+        step.replace_passes(self.passes)
+        return dataset
 
     def _used_columns(self, dataset: Any) -> Any:
         """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""

@@ -178,11 +178,31 @@ def test_a_transform_may_make_the_prompt(tmp_path):
     assert again.train_dataset[:] == trainer.train_dataset[:]  # a set that has ids already
 
 
-def test_other_data_needs_another_trainer(tmp_path):
-    trainer = make(tmp_path)
-    with pytest.raises(AttributeError, match="Make a new trainer with the other data, and `state_from`"):
-        trainer.train_dataset = tiny.prompts(5)
-    assert len(trainer.train_dataset) == 11
+def test_other_training_data_is_trained_on(tmp_path):
+    trainer = make(tmp_path, strategy="dapo", max_steps=2)
+    trainer.train()
+    visited = len(trainer.prompt_state)
+    other = tiny.prompts(31).select(range(20, 31))
+    trainer.train_dataset = other
+    assert trainer.train_dataset["prompt"][:] == other["prompt"][:]
+    batches = seen_prompts(trainer)
+    assert batches and all(prompt in other["prompt"] for batch in batches for prompt in batch)
+    assert len(trainer.prompt_state) > visited  # what is known of the first prompts is kept
+
+
+def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path):
+    trainer = make(tmp_path, strategy="lze")
+    before = trainer.train_dataset
+    for other, error in (
+        (tiny.prompts(11).to_iterable_dataset(), "`pruning` would be 'none', and this trainer has 'refill'"),
+        (tiny.prompts(2), "has 2 different prompts"),
+        (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
+        (None, "`train_dataset` is required"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            trainer.train_dataset = other
+        assert trainer.train_dataset is before
+    trainer.train()
 
 
 # ---- Objects that users keep hold of ----
