@@ -358,11 +358,11 @@ def test_a_cause_must_have_held(tmp_path):
     for _ in range(PATIENCE // 2 + 1):
         see(advice, [[1, 0, 1, 0]] * 4)
     assert not advice.lines()
-    flat = Advice(tiny.config(tmp_path, strategy="exact"), ["reward"])
+    flat = Advice(tiny.config(tmp_path, strategy="lze"), ["reward"])
     for count in range(10):  # are enough where every group is dead
         assert not flat.lines(), count
         see(flat, np.ones((4, 4)))
-    assert set(flat.lines()) == {"solved"}
+    assert flat.lines()["solved"].endswith("all right. Use harder prompts.")  # it skips solved ones
 
 
 def test_shaping_and_a_format_that_is_never_met_are_named(tmp_path):

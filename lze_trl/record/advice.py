@@ -99,8 +99,10 @@ class Advice:
             share = table[cause].mean()
             if dead >= _MOST and share >= _OF_GROUPS:
                 at = f" at {self.args.max_completion_length} tokens" if cause == "cut_off" else ""
+                skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
+                cure = "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
                 said[cause] = (
-                    f"{dead:.0%} of the groups of the last {batches} were dead, {share:.0%} with this cause: {what}{at}. {_CURES[cause]}"
+                    f"{dead:.0%} of the groups of the last {batches} were dead, {share:.0%} with this cause: {what}{at}. {cure}"
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
