@@ -92,7 +92,8 @@ two-nodes: vllm-env $(VENV)/.installed-deepspeed  ## Rehearse a run on two nodes
 	@[ -d $(DEMO_MODEL) ] || OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.addition
 	@SERVER='scripts/vllm_serve.sh --model $(DEMO_MODEL) --host 10.77.0.3' scripts/two_nodes.sh -m lze_trl.job.train \
 		--config recipes/demo/lze.yaml --output_dir runs/two_nodes/run --use_vllm true --vllm_mode http \
-		--vllm_server_urls http://10.77.0.3:8000 --max_steps 5 --save_steps 5 --eval_strategy no $(ARGS)
+		--vllm_server_urls http://10.77.0.3:8000 --vllm_server_kwargs '{"sync_dir": "$(CURDIR)/runs/two_nodes/weights"}' \
+		--max_steps 5 --save_steps 5 --eval_strategy no $(ARGS)
 
 openenv-serve: $(VENV)/.installed-openenv  ## Start an OpenEnv server on 127.0.0.1:8010 with problems of reasoning-gym, or PROBLEMS=reasoning_gym:…
 	@$(BIN)/python examples/openenv_server.py $(foreach p,$(PROBLEMS),'$(p)') $(ARGS)
