@@ -223,5 +223,4 @@ def build_trainer(
 
 
 if __name__ == "__main__":  # for who wants to serve the model
-    setup_logging(is_main=True)
-    warm_start(tasks.ADDITION_DIR, WarmStart())
+    prepare()

@@ -140,8 +140,8 @@ def episodes(count: int, seed: int, digits: Sequence[int]) -> list[tuple[str, st
     """Pairs of sums by a seeded generator, with each number of digits in turn."""
     generator = random.Random(seed)
 
-    def question(digits: int) -> str:
-        return "+".join(str(generator.randrange(10 ** (digits - 1), 10**digits)) for _ in range(2))
+    def question(length: int) -> str:
+        return "+".join(str(generator.randrange(10 ** (length - 1), 10**length)) for _ in range(2))
 
     return [(question(one), question(one)) for one in itertools.islice(itertools.cycle(digits), count)]
 
@@ -270,8 +270,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         own = [kept for kept in results if tuple(kept["run"]["digits"]) == digits]
         about = "; ".join(sorted({f"{kept['machine']}, {kept['date']}" for kept in own}))
         start = own[0]["result"]["curve"][0]["success"]
-        words = " and ".join([", ".join(map(str, digits[:-1]))] * (len(digits) > 1) + [str(digits[-1])])
-        parts += [f"## Numbers of {words} digits", f"Success before: {start:.3f}. {about}.", _table(own)]
+        parts += [f"## Digits: {', '.join(map(str, digits))}", f"Success before: {start:.3f}. {about}.", _table(own)]
     return "\n\n".join(parts) + "\n"
 
 

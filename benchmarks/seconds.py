@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,14 @@ class Run:
         return replace(timing, scale=_STEP_SECONDS / float(np.mean(batches(timing, self.prompts, self.group_size))))
 
 
-def batches(timing: Timing, prompts: int, group_size: int, count: int = 5) -> list[float]:
+@lru_cache  # a report asks for the same batches with each share of the update
+def batches(timing: Timing, prompts: int, group_size: int, count: int = 5) -> tuple[float, ...]:
     """Seconds that the rollouts of some batches of plain GRPO take on paper."""
     rng = np.random.default_rng(0)
-    return [
+    return tuple(
         on_paper(timing, [timing.lengths([i], int(rng.integers(2**62)), group_size) for i in range(prompts)])
         for _ in range(count)
-    ]
+    )
 
 
 def least_overlapped(timing: Timing, prompts: int, group_size: int, update: int) -> float:

@@ -322,7 +322,9 @@ class Engine:
             held["environment"] = [row["environment"] for row in inputs]
         held |= {f"extra.{name}": values for name, values in noted.columns.items()}
         held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
-        sampled = None if watch is None else watch.token_logprobs(completion_ids, loss_mask)
+        counted = loss_mask
+        if logprobs is None and watch is not None:
+            logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
         ends = self.end_tokens
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
@@ -333,9 +335,7 @@ class Engine:
             ),
             # Places after the shuffle that TRL would do here
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
-            "logprobs": sequence_logprobs(logprobs, loss_mask, len(inputs))
-            if sampled is None
-            else sequence_logprobs(sampled, None, len(inputs)),
+            "logprobs": sequence_logprobs(logprobs, counted, len(inputs)),
             "cut_off": np.array([not ids or ids[-1] not in ends for ids in completion_ids], dtype=np.int64),
         }
         if reasons:
