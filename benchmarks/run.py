@@ -135,7 +135,7 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     plain = settings.strategy == BASELINE
     # What is not overridden is as published
     ours = {"strategy": "lze", "summary": False} | shared | settings.overrides
-    share, times = ours.pop("oracle", None), ours.pop("prompts", 1)
+    share, times, alone = ours.pop("oracle", None), ours.pop("prompts", 1), ours.pop("alone", False)
     ours |= {name: times * ours[name] for name in ("generation_batch_size", "gradient_accumulation_steps")}
     oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
     trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
@@ -147,6 +147,8 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     )
     if oracle:
         oracle.watch(trainer.model, trainer.processing_class)
+    if alone:
+        trainer.prompt_state.gate.alone = True
     return trainer
 
 

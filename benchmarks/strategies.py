@@ -19,8 +19,8 @@ class Strategy:
     Attributes:
         title (`str`): What tables and plots call it.
         overrides (`dict`):
-            Fields of [`LZEGRPOConfig`]; `oracle`, see [`Oracle`]; and `prompts`, how many times as many are in a step as the
-            task says. Plain TRL, which the baseline is, has none.
+            Fields of [`LZEGRPOConfig`]; `oracle`, see [`Oracle`]; `prompts`, how many times as many are in a step as the task says;
+            and `alone`, the gate's rule with vLLM servers, see [`Threshold`]. Plain TRL, which the baseline is, has none.
     """
 
     title: str
@@ -79,11 +79,23 @@ STRATEGIES: dict[str, Strategy] = {
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
     ),
+    # Its groups go on by a threshold from the batches before, as with vLLM servers, instead of by a ranking of the batch
+    "gate_alone": Strategy(
+        "one-completion gate, each group by itself",
+        _selecting("zero_variance", controller="gate", loss_normalizer="all", alone=True),
+    ),
+    "gate_g4_alone": Strategy(
+        "gate, G = 4, each group by itself",
+        _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", alone=True),
+    ),
     "gate_g4_x3": Strategy(
         "gate, G = 4, 3 × the prompts",
         _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", prompts=3),
     ),
 }
+NOT_SETTINGS = ("oracle", "prompts", "alone")
+"""Overrides that are no fields of [`LZEGRPOConfig`]."""
+
 QUICK = (BASELINE, "exact", "lze", "gate")
 """The strategies of `--quick`."""
 

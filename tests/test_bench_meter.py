@@ -11,7 +11,7 @@ import tiny
 from bench_samples import settings
 from benchmarks import run as bench_run
 from benchmarks.evaluation import Evaluation
-from benchmarks.strategies import BASELINE, STRATEGIES
+from benchmarks.strategies import BASELINE, NOT_SETTINGS, STRATEGIES
 from benchmarks.tasks import TaskFiles
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.record import open_run
@@ -160,5 +160,5 @@ def test_expected_pass_rate_is_the_probability_of_the_answer(monkeypatch):
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "grpo"])
 def test_every_strategy_is_a_valid_configuration(strategy, tmp_path):
-    own = {name: value for name, value in STRATEGIES[strategy].overrides.items() if name not in ("oracle", "prompts")}
+    own = {name: value for name, value in STRATEGIES[strategy].overrides.items() if name not in NOT_SETTINGS}
     LZEGRPOConfig(**{"output_dir": str(tmp_path)} | TRAINING | own)
