@@ -1,0 +1,251 @@
+"""
+Seconds of a training with a real vLLM server, which has a core of its own.
+
+    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--output DIR] [--report_only]
+
+A task of [`benchmarks.skills`], by completions of vLLM on this CPU (`make vllm-env`): the server has the last core, the training the first one. TRL's
+own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
+each step has left behind; it is computed after the training, so that overlap gains nothing by it. Arms that draw less make half as many steps again.
+Each is compared with the seconds that plain GRPO of the same seed had taken when it first had its own final accuracy; a dash stands
+where a run never had it.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import torch
+from datasets import Dataset
+from rich.console import Console
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
+from lze_trl.rewards import exact_match_reward
+
+from .comparison import first_crossing, smooth
+from .evaluation import Evaluation
+from .jobs import make_options
+from .kept import file_name, tabulate
+from .sampling import spread
+from .settings import BenchError
+from .skills import MIXES
+from .suite import ready
+from .tables import table
+from .tasks import CHECKOUT, TASKS, load
+
+
+OUTPUT = CHECKOUT / "runs" / "bench" / "real_server"
+PLAIN = "plain"
+ARMS: dict[str, dict[str, Any]] = {
+    PLAIN: {"strategy": "grpo"},
+    "exact": {"strategy": "exact"},
+    "gate": {"strategy": "gate", "num_generations": 4},
+}
+ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
+TITLES = {PLAIN: "plain GRPO", "exact": "`exact`", "gate": "`gate`, 64 prompts × 4"}
+_STRETCH = 1.5
+_START_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run depends on; `steps` are those of plain GRPO."""
+
+    task: str
+    arm: str
+    seed: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """Name of its result file."""
+        return file_name(f"{self.task}-{self.arm}", self.seed, asdict(self))
+
+
+@contextmanager
+def vllm_server(model: Path, core: int, log: Path) -> Iterator[str]:
+    """The address of a server of a model, pinned to a core."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [CHECKOUT / "scripts" / "vllm_serve.sh", "--model", model, "--port", port, "--max-model-len", 512]
+    pinned = ["taskset", "--cpu-list", core, *command, "--dtype", "bfloat16"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [str(part) for part in pinned],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    try:
+        deadline = time.monotonic() + _START_SECONDS
+        while not _is_up(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise BenchError(
+                    f"The vLLM server did not start. Make its environment with `make vllm-env`; log: {log}"
+                )
+            time.sleep(1.0)
+        yield url
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx2.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx2.RequestError:
+        return False
+
+
+class Recorder(TrainerCallback):
+    """Seconds and tokens rolled out at the end of each step, whose weights it keeps; the time that this takes is not counted."""
+
+    def __init__(self, trainer: LZEGRPOTrainer, folder: Path):
+        self.trainer, self.folder = trainer, folder
+        self.points: list[dict[str, float]] = []
+        self._paused = self._begin = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any):
+        """The clock starts."""
+        self._begin = time.monotonic()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
+        """A step has ended."""
+        now, ledger = time.monotonic(), self.trainer.ledger
+        self.points.append(
+            {
+                "step": state.global_step,
+                "seconds": now - self._begin - self._paused,
+                "rollout_tokens": ledger.rollout_tokens,
+                "update_tokens": ledger.update_tokens,
+            }
+        )
+        self.trainer.model.save_pretrained(self.folder / str(state.global_step))
+        self._paused += time.monotonic() - now
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Make a run: its curve of seconds, tokens and accuracy, and the share of the clock that rollouts had."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise BenchError("Server and training need a core each, and this process may use one alone.")
+    task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
+    data = load(task, files, "test")
+    with tempfile.TemporaryDirectory() as name, vllm_server(files.model, cores[-1], Path(name) / "server.log") as url:
+        os.sched_setaffinity(0, cores[:1])
+        try:
+            trainer = LZEGRPOTrainer(
+                model=str(files.model),
+                reward_funcs=exact_match_reward,
+                args=LZEGRPOConfig(
+                    **task.training
+                    | ARMS[run.arm]
+                    | {
+                        "output_dir": f"{name}/trainer",
+                        "learning_rate": task.learning_rate,
+                        "max_steps": run.steps if run.arm.startswith(PLAIN) else round(_STRETCH * run.steps),
+                        "seed": run.seed,
+                        "use_vllm": True,
+                        "vllm_mode": "http",
+                        "vllm_server_urls": [url],
+                        "save_strategy": "no",
+                        "logging_steps": 1,
+                        "report_to": "none",
+                        "disable_tqdm": True,
+                        "summary": False,
+                        "telemetry": False,
+                    }
+                ),
+                train_dataset=Dataset.from_list(data.train),
+            )
+            trainer.add_callback(recorder := Recorder(trainer, Path(name) / "weights"))
+            trainer.train()
+        finally:
+            os.sched_setaffinity(0, cores)
+        held_out = data.evaluation["held_out"]
+        evaluation = Evaluation(held_out, trainer.processing_class, task.training["max_completion_length"])
+        for point in recorder.points:
+            folder = recorder.folder / str(point["step"])
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            with torch.autocast("cpu", torch.bfloat16, enabled=task.training.get("bf16", False)):
+                point["accuracy"] = evaluation.accuracy(model)["mean"]
+            shutil.rmtree(folder)
+    spent = {kind: getattr(trainer.ledger, f"{kind}_seconds") for kind in ("rollout", "update")}
+    return {"curve": recorder.points, "spent": spent}
+
+
+def compared(own: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
+    """A run against plain GRPO's of the same seed; NaN where it never had plain's final accuracy."""
+    mine, theirs = (smooth([point["accuracy"] for point in run["curve"]]) for run in (own, plain))
+    found = {"accuracy": mine[-1], "share": own["spent"]["rollout"] / sum(own["spent"].values())}
+    for cost in ("seconds", "rollout_tokens", "update_tokens"):
+        costs, base = (np.array([point[cost] for point in run["curve"]]) for run in (own, plain))
+        at, first = (first_crossing(*curve, theirs[-1]) for curve in ((costs, mine), (base, theirs)))
+        found[cost] = np.nan if at is None or first is None else at / first
+        found[f"{cost}_a_step"] = (costs[-1] / len(costs)) / (base[-1] / len(base))
+    return found
+
+
+def markdown(results: Sequence[dict[str, Any]]) -> str:
+    """A table for each task: mean and range over the seeds."""
+    columns = {
+        "accuracy": ("final accuracy", "{:.3f}"),
+        "share": ("rollouts of its seconds", "{:.0%}"),
+        "seconds_a_step": ("seconds × of a step", "{:.2f}"),
+        "seconds": ("seconds × to plain GRPO's accuracy", "{:.2f}"),
+        "rollout_tokens": ("rollouts ×", "{:.2f}"),
+        "update_tokens": ("updates ×", "{:.2f}"),
+    }
+    parts = ["# A real vLLM server on a core of its own", " ".join(__doc__.split("\n\n")[2].split())]
+    for task in dict.fromkeys(kept["run"]["task"] for kept in results):
+        own = [kept for kept in results if kept["run"]["task"] == task]
+        found = {(kept["run"]["arm"], kept["run"]["seed"]): kept["result"] for kept in own}
+        rows = []
+        for arm in ARMS:
+            seeds = [seed for of_arm, seed in found if of_arm == arm and (PLAIN, seed) in found]
+            pairs = [compared(found[arm, seed], found[PLAIN, seed]) for seed in seeds]
+            if pairs:
+                title = TITLES[arm.partition("+")[0]] + (" + overlap" if "+" in arm else "")
+                cells = [spread([pair[key] for pair in pairs], form) for key, (_, form) in columns.items()]
+                rows.append([title, str(len(seeds)), *cells])
+        about = "; ".join(sorted({f"{kept['machine']}, {kept['date']}" for kept in own}))
+        steps = own[0]["run"]["steps"]
+        parts += [f"## {TASKS[task].title}", f"{steps} steps of plain GRPO. {about}."]
+        parts.append(table(["", "seeds", *(title for title, _ in columns.values())], rows))
+    return "\n\n".join(parts)
+
+
+def main(arguments: Sequence[str] | None = None):
+    """Entry point of `python -m benchmarks.real_server`."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_server", description=__doc__.splitlines()[1])
+    parser.add_argument("--task", choices=list(MIXES), default="words")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
+    parser.add_argument("--steps", type=int, help="of plain GRPO; default: the task's own")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--report_only", action="store_true")
+    given = parser.parse_args(arguments)
+    steps = given.steps or TASKS[given.task].steps
+    runs = [Run(given.task, arm, seed, steps) for seed in given.seeds for arm in given.arms]
+    tabulate(runs, given.output, train, markdown, given.report_only)
+
+
+if __name__ == "__main__":
+    main()
