@@ -268,7 +268,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             cells = [spread([pair[key] for pair in pairs], form) for key, (_, form) in columns.items()]
             rows.append([scenario.title, str(len(pairs)), *cells])
     about = " ".join(__doc__.split("\n\n")[2].split())
-    made = f"{results[0]['run']['steps']} steps. {results[0]['machine']}, {results[0]['date']}."
+    machines = "; ".join(sorted({f"{result['machine']}, {result['date']}" for result in results}))
+    made = f"{results[0]['run']['steps']} steps. {machines}."
     header = ["", "seeds", *(title for title, _ in columns.values())]
     return "\n\n".join(["# The gate and its guard", about, made, table(header, rows)])
 
