@@ -165,6 +165,7 @@ def train(run: Run) -> dict[str, Any]:
                         "use_vllm": True,
                         "vllm_mode": "http",
                         "vllm_server_urls": [url],
+                        "vllm_server_kwargs": {"sync_tolerance": 0.1},  # both compute in bfloat16, by other kernels
                         "save_strategy": "no",
                         "logging_steps": 1,
                         "report_to": "none",
@@ -179,6 +180,7 @@ def train(run: Run) -> dict[str, Any]:
             trainer.train()
         finally:
             os.sched_setaffinity(0, cores)
+        torch.set_num_threads(len(cores))
         held_out = data.evaluation["held_out"]
         evaluation = Evaluation(held_out, trainer.processing_class, task.training["max_completion_length"])
         for point in recorder.points:
@@ -187,6 +189,7 @@ def train(run: Run) -> dict[str, Any]:
             with torch.autocast("cpu", torch.bfloat16, enabled=task.training.get("bf16", False)):
                 point["accuracy"] = evaluation.accuracy(model)["mean"]
             shutil.rmtree(folder)
+        torch.set_num_threads(1)
     spent = {kind: getattr(trainer.ledger, f"{kind}_seconds") for kind in ("rollout", "update")}
     return {"curve": recorder.points, "spent": spent}
 
