@@ -44,6 +44,7 @@ class Curve:
         costs (`dict[str, np.ndarray]`): Totals so far: `steps`, `flops`, `rollouts` and `updates` (FLOPs of each), `tokens`,
             `update_tokens`, `completions` rolled out, `live_groups` among them (NaN where not counted), `seconds`.
         shares (`dict[str, dict[str, float]]`): Share of rollout, log-probs and update in the `flops` and `seconds` of the run.
+        cpu (`str`): The processor that it was made on: seconds of different ones are not compared.
     """
 
     strategy: str
@@ -51,6 +52,7 @@ class Curve:
     accuracy: np.ndarray
     costs: dict[str, np.ndarray]
     shares: dict[str, dict[str, float]]
+    cpu: str
 
     @property
     def final(self) -> float:
@@ -97,6 +99,7 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
         shares={
             cost: {phase: last[cost][phase] / last[cost]["total"] for phase in PHASES} for cost in ("flops", "seconds")
         },
+        cpu=result["machine"]["cpu"],
     )
 
 
@@ -206,6 +209,11 @@ def pairs(curves: Sequence[Curve], strategy: str, baseline: str) -> Pairs:
     bases = {curve.seed: curve for curve in curves if curve.strategy == baseline}
     own = sorted((curve for curve in curves if curve.strategy == strategy), key=lambda curve: curve.seed)
     return [(curve, bases[curve.seed]) for curve in own if curve.seed in bases]
+
+
+def on_one_processor(runs: Pairs) -> Pairs:
+    """Those of which both were made on the same processor."""
+    return [(run, base) for run, base in runs if run.cpu == base.cpu]
 
 
 def exchanged(curves: Sequence[Curve], baseline: str) -> Pairs:

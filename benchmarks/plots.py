@@ -18,7 +18,7 @@ _PANELS = {
     _LEADING: f"price at {GENERATION_SHARES[0]:.0%} generation, baseline's run = 1",
     "completions": "completions rolled out",
     "steps": "optimizer steps",
-    "seconds": "seconds, evaluations left out",
+    "seconds": "seconds without evaluations, baseline's run on the same processor = 1",
 }
 _SHOWN = 2.0  # of what the baseline spends: some strategies spend far more
 _GREY = "#4d5760"
@@ -88,8 +88,15 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
 
 
 def _priced(curves: Sequence[Curve]) -> list[Curve]:
-    """Curves with what they cost by the leading price, relative to the mean run of the baseline."""
+    """
+    Curves with what they cost by the leading price, relative to the mean run of the baseline, and seconds relative to that of the baseline
+    on the same processor; NaN without one.
+    """
     bases = [curve for curve in curves if curve.strategy == BASELINE]
+    clocks = {
+        cpu: np.mean([base.costs["seconds"][-1] for base in bases if base.cpu == cpu])
+        for cpu in {b.cpu for b in bases}
+    }
 
     def price(curve: Curve) -> np.ndarray:
         return sum(
@@ -97,7 +104,10 @@ def _priced(curves: Sequence[Curve]) -> list[Curve]:
             for part, weight in PRICES[_LEADING].items()
         )
 
-    return [replace(curve, costs=curve.costs | {_LEADING: price(curve)}) for curve in curves]
+    def relative(curve: Curve) -> dict[str, np.ndarray]:
+        return {_LEADING: price(curve), "seconds": curve.costs["seconds"] / clocks.get(curve.cpu, np.nan)}
+
+    return [replace(curve, costs=curve.costs | relative(curve)) for curve in curves]
 
 
 def _draw(axis: Axes, runs: Sequence[Curve], cost: str, label: str, emphasised: bool):

@@ -18,6 +18,7 @@ from .comparison import (
     lasting_crossing,
     matched,
     mean_cost_to_target,
+    on_one_processor,
     pairs,
     read_curve,
 )
@@ -98,7 +99,14 @@ def _outcome(runs: Pairs, curves: Sequence[Curve]) -> list[str]:
 
 def _costs(runs: Pairs, costs: Sequence[str] = COSTS) -> list[str]:
     """Cells of `_COSTS`, or of `_PRICES`."""
-    return [ratio(cost_to_target(runs, cost)) for cost in costs]
+    return [_of_one_processor(runs) if cost == "seconds" else ratio(cost_to_target(runs, cost)) for cost in costs]
+
+
+def _of_one_processor(runs: Pairs) -> str:
+    """Seconds ×; says so if some runs were made on another processor than the baseline of their seed, and are left out."""
+    comparable = on_one_processor(runs)
+    shown = ratio(cost_to_target(comparable, "seconds")) if comparable else "–"
+    return shown if len(comparable) == len(runs) else f"{shown}, of {len(comparable)} of {len(runs)}"
 
 
 _OUTCOME = ["seeds", "steps", "final accuracy"]
@@ -146,7 +154,7 @@ def averaged_table(curves: Sequence[Curve]) -> str:
     """What each strategy costs to reach the baseline's final accuracy, on curves averaged over the seeds."""
 
     def cells(runs: Pairs) -> list[str]:
-        first = {cost: mean_cost_to_target(runs, cost) for cost in COSTS}
+        first = {cost: mean_cost_to_target(runs, cost) for cost in ("flops", "tokens")}
         return [
             _seeds(runs, curves),
             mean_ratio(mean_cost_to_target(runs, _LEADING), bootstrap_interval(runs, _LEADING)),
@@ -154,12 +162,11 @@ def averaged_table(curves: Sequence[Curve]) -> str:
             mean_ratio(first["flops"], bootstrap_interval(runs, "flops")),
             mean_ratio(mean_cost_to_target(runs, "flops", lasting_crossing)),
             mean_ratio(first["tokens"]),
-            mean_ratio(first["seconds"]),
         ]
 
     price = _PRICES[0]
     header = ["strategy", "seeds", f"{price} (90 % interval)", f"{price}, lasting"]
-    header += ["FLOPs × (90 % interval)", "FLOPs ×, lasting", "tokens ×", "seconds ×"]
+    header += ["FLOPs × (90 % interval)", "FLOPs ×, lasting", "tokens ×"]
     return table(header, _rows(curves, cells))
 
 
@@ -224,7 +231,7 @@ def section_text(section: Section, pictures: Sequence[str]) -> str:
         "### What it cost on this machine",
         "Relative to what the baseline itself has used when it first reaches its final accuracy (in the column that says so, "
         "to all that it has used). *Tokens* are those of rollouts, log-prob passes and update together. Shares are those of "
-        "whole runs.",
+        "whole runs. *Seconds* compare runs that were made on the same processor, and leave out others.",
         target_table(curves),
         "### Curves averaged over the seeds",
         "Accuracy and costs are averaged over the seeds at each evaluation, the target is the final accuracy of the averaged "

@@ -13,6 +13,7 @@ from benchmarks.comparison import (
     first_crossing,
     lasting_crossing,
     mean_cost_to_target,
+    on_one_processor,
     pairs,
     read_curve,
 )
@@ -88,3 +89,10 @@ def test_each_seed_has_its_own_baseline_and_target():
     spread = cost_to_target(found, "flops")
     assert spread.values == (pytest.approx(0.5), math.inf)
     assert (spread.median, spread.reached) == (math.inf, 1)
+
+
+def test_seconds_of_different_processors_are_not_compared():
+    found = pairs(curves(result([0.1, 0.5, 0.9], "lze"), result([0.1, 0.3, 0.5])), "lze", "grpo")
+    ((run, base),) = found
+    assert on_one_processor(found) == found
+    assert on_one_processor([(replace(run, cpu="another"), base)]) == []
