@@ -1,10 +1,9 @@
 """
-Seconds of a training with a real vLLM server, which has a core of its own.
+Seconds, and accuracy with overlap, of a training with a real vLLM server, which has a core of its own.
 
     python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--output DIR] [--report_only]
 
-A task of [`benchmarks.skills`], by completions of vLLM on this CPU (`make vllm-env`): the server has the last core, the training the first one. TRL's
-own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
+Completions are those of vLLM on this CPU (`make vllm-env`): the server has the last core, the training the first one. TRL's own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
 each step has left behind; it is computed after the training, so that overlap gains nothing by it. Arms that draw less make half as many steps again.
 Each is compared with the seconds that plain GRPO of the same seed had taken when it first had its own final accuracy; a dash stands
 where a run never had it.
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.rewards import exact_match_reward
@@ -40,7 +39,6 @@ from .jobs import make_options
 from .kept import file_name, tabulate
 from .sampling import spread
 from .settings import BenchError
-from .skills import MIXES
 from .suite import ready
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load
@@ -54,7 +52,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "gate": {"strategy": "gate", "num_generations": 4},
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
-TITLES = {PLAIN: "plain GRPO", "exact": "`exact`", "gate": "`gate`, 64 prompts × 4"}
+TITLES = {PLAIN: "plain GRPO", "exact": "`exact`", "gate": "`gate`, groups of 4"}
 _STRETCH = 1.5
 _START_SECONDS = 300
 
@@ -75,14 +73,15 @@ class Run:
 
 
 @contextmanager
-def vllm_server(model: Path, core: int, log: Path) -> Iterator[str]:
+def vllm_server(model: Path, dtype: str, core: int, log: Path) -> Iterator[str]:
     """The address of a server of a model, pinned to a core."""
+    length = min(512, AutoConfig.from_pretrained(model).max_position_embeddings)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [CHECKOUT / "scripts" / "vllm_serve.sh", "--model", model, "--port", port, "--max-model-len", 512]
-    pinned = ["taskset", "--cpu-list", core, *command, "--dtype", "bfloat16"]
+    command = [CHECKOUT / "scripts" / "vllm_serve.sh", "--model", model, "--port", port]
+    pinned = ["taskset", "--cpu-list", core, *command, "--max-model-len", length, "--dtype", dtype]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [str(part) for part in pinned],
@@ -114,10 +113,10 @@ def _is_up(url: str) -> bool:
 
 
 class Recorder(TrainerCallback):
-    """Seconds and tokens rolled out at the end of each step, whose weights it keeps; the time that this takes is not counted."""
+    """Seconds and tokens at the end of every so many steps, whose weights it keeps; the time that this takes is not counted."""
 
-    def __init__(self, trainer: LZEGRPOTrainer, folder: Path):
-        self.trainer, self.folder = trainer, folder
+    def __init__(self, trainer: LZEGRPOTrainer, folder: Path, every: int):
+        self.trainer, self.folder, self.every = trainer, folder, every
         self.points: list[dict[str, float]] = []
         self._paused = self._begin = 0.0
 
@@ -127,6 +126,8 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
         """A step has ended."""
+        if state.global_step % self.every:
+            return
         now, ledger = time.monotonic(), self.trainer.ledger
         self.points.append(
             {
@@ -144,11 +145,12 @@ def train(run: Run) -> dict[str, Any]:
     """Make a run: its curve of seconds, tokens and accuracy, and the share of the clock that rollouts had."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        raise BenchError("Server and training need a core each, and this process may use one alone.")
     task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
-    data = load(task, files, "test")
-    with tempfile.TemporaryDirectory() as name, vllm_server(files.model, cores[-1], Path(name) / "server.log") as url:
+    data, dtype = load(task, files, "test"), "bfloat16" if task.training.get("bf16") else "float32"
+    with (
+        tempfile.TemporaryDirectory() as name,
+        vllm_server(files.model, dtype, cores[-1], Path(name) / "server.log") as url,
+    ):
         os.sched_setaffinity(0, cores[:1])
         try:
             trainer = LZEGRPOTrainer(
@@ -165,7 +167,8 @@ def train(run: Run) -> dict[str, Any]:
                         "use_vllm": True,
                         "vllm_mode": "http",
                         "vllm_server_urls": [url],
-                        "vllm_server_kwargs": {"sync_tolerance": 0.1},  # both compute in bfloat16, by other kernels
+                        # In bfloat16, both compute by other kernels
+                        "vllm_server_kwargs": {"sync_tolerance": 0.1 if dtype == "bfloat16" else None},
                         "save_strategy": "no",
                         "logging_steps": 1,
                         "report_to": "none",
@@ -176,7 +179,7 @@ def train(run: Run) -> dict[str, Any]:
                 ),
                 train_dataset=Dataset.from_list(data.train),
             )
-            trainer.add_callback(recorder := Recorder(trainer, Path(name) / "weights"))
+            trainer.add_callback(recorder := Recorder(trainer, Path(name) / "weights", task.eval_every))
             trainer.train()
         finally:
             os.sched_setaffinity(0, cores)
@@ -191,7 +194,7 @@ def train(run: Run) -> dict[str, Any]:
             shutil.rmtree(folder)
         torch.set_num_threads(1)
     spent = {kind: getattr(trainer.ledger, f"{kind}_seconds") for kind in ("rollout", "update")}
-    return {"curve": recorder.points, "spent": spent}
+    return {"curve": recorder.points, "spent": spent, "cores": len(cores)}
 
 
 def compared(own: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
@@ -202,7 +205,7 @@ def compared(own: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
         costs, base = (np.array([point[cost] for point in run["curve"]]) for run in (own, plain))
         at, first = (first_crossing(*curve, theirs[-1]) for curve in ((costs, mine), (base, theirs)))
         found[cost] = np.nan if at is None or first is None else at / first
-        found[f"{cost}_a_step"] = (costs[-1] / len(costs)) / (base[-1] / len(base))
+        found[f"{cost}_a_step"] = (costs[-1] / len(costs)) / (base[-1] / len(base))  # points are as far apart
     return found
 
 
@@ -229,8 +232,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
                 cells = [spread([pair[key] for pair in pairs], form) for key, (_, form) in columns.items()]
                 rows.append([title, str(len(seeds)), *cells])
         about = "; ".join(sorted({f"{kept['machine']}, {kept['date']}" for kept in own}))
-        steps = own[0]["run"]["steps"]
-        parts += [f"## {TASKS[task].title}", f"{steps} steps of plain GRPO. {about}."]
+        shared = " Server and training shared one core: seconds say nothing." if own[0]["result"]["cores"] == 1 else ""
+        parts += [f"## {TASKS[task].title}", f"{own[0]['run']['steps']} steps of plain GRPO. {about}.{shared}"]
         parts.append(table(["", "seeds", *(title for title, _ in columns.values())], rows))
     return "\n\n".join(parts)
 
@@ -238,7 +241,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m benchmarks.real_server`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_server", description=__doc__.splitlines()[1])
-    parser.add_argument("--task", choices=list(MIXES), default="words")
+    parser.add_argument("--task", choices=list(TASKS), default="words")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
     parser.add_argument("--steps", type=int, help="of plain GRPO; default: the task's own")

@@ -19,7 +19,7 @@ def result(accuracies: list[float], seconds: float, tokens: int) -> dict:
         }
         for step, accuracy in enumerate(accuracies, start=1)
     ]
-    return {"curve": curve, "spent": {"rollout": 1.0, "update": 3.0}}
+    return {"curve": curve, "spent": {"rollout": 1.0, "update": 3.0}, "cores": 2}
 
 
 PLAIN = result([0.1, 0.2, 0.3, 0.4], seconds=10.0, tokens=100)
