@@ -3,7 +3,7 @@ Seconds, and accuracy with overlap, of a training with a real vLLM server, which
 
     python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--output DIR] [--report_only]
 
-Completions are those of vLLM on this CPU (`make vllm-env`): the server has the last core, the training the first one. TRL's own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
+Completions are those of vLLM on this CPU (`make vllm-env`): the server has the first core, the training the last one. TRL's own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
 each step has left behind; it is computed after the training, so that overlap gains nothing by it. Arms that draw less make half as many steps again.
 Each is compared with the seconds that plain GRPO of the same seed had taken when it first had its own final accuracy; a dash stands
 where a run never had it.
@@ -149,9 +149,9 @@ def train(run: Run) -> dict[str, Any]:
     data, dtype = load(task, files, "test"), "bfloat16" if task.training.get("bf16") else "float32"
     with (
         tempfile.TemporaryDirectory() as name,
-        vllm_server(files.model, dtype, cores[-1], Path(name) / "server.log") as url,
+        vllm_server(files.model, dtype, cores[0], Path(name) / "server.log") as url,
     ):
-        os.sched_setaffinity(0, cores[:1])
+        os.sched_setaffinity(0, cores[-1:])
         try:
             trainer = LZEGRPOTrainer(
                 model=str(files.model),
