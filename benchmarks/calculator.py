@@ -195,7 +195,7 @@ def make(gsm8k: str, output: Path, settings: CalculatorWarmStart) -> dict[str, f
 
 def _read(gsm8k: str, part: str) -> dict[str, str]:
     file = Path(gsm8k) / f"{part}.jsonl"
-    rows = load_prompts(str(file)) if file.is_file() else load_prompts(gsm8k, split=part)
+    rows = load_prompts(str(file)) if file.is_file() else load_prompts(f"{gsm8k}?split={part}")
     return expressions(rows["reference_solution"])
 
 

@@ -46,6 +46,10 @@ REMOVED: dict[str, str] = {
     ),
     "instruct_exemplars": "Leave it out: its own exemplars are drawn alike.",
     "instruct_refuse_overlap": "Leave it out: no new problem may resemble an evaluation problem.",
+    **dict.fromkeys(
+        ("dataset_split", "dataset_config", "eval_dataset_split", "eval_dataset_config"),
+        "Write it behind the dataset: `org/name?config=…&split=…`.",
+    ),
     "surplus_max_age": "Leave it out: live groups that an update has no room for are dropped and counted.",
     "micro_step_cost": "Leave it out. `max_tokens_per_micro_batch` bounds micro-batches.",
 }

@@ -56,8 +56,6 @@ class PromptStyle:
 def load_prompts(
     reference: str,
     *,
-    split: str | None = None,
-    config: str | None = None,
     system_prompt: str | None = None,
     prompt_suffix: str | None = None,
     conversational: bool = True,
@@ -73,12 +71,10 @@ def load_prompts(
 
     Args:
         reference (`str`):
-            Hub id (`openai/gsm8k?config=main`), path of a .jsonl, .json, .parquet or .csv file or of a folder, or
-            `reasoning_gym:TASK?key=value`, see [`~lze_trl.data.gym.load_gym`]. What it says itself wins over `split` and `config`.
-        split (`str`, *optional*):
-            Split, or a slice such as `train[:100]`. Defaults to `train`, or to the only split.
-        config (`str`, *optional*):
-            Configuration. Defaults to the one called `default` or `main`, or else to all of them, one after the other.
+            Hub id, path of a .jsonl, .json, .parquet or .csv file or of a folder, or `reasoning_gym:TASK?key=value`, see
+            [`~lze_trl.data.gym.load_gym`]. Behind it, `?config=…&split=…&revision=…` may say which rows: of a split, or a slice
+            such as `train[:100]`, by default of `train` or of the only split; of a configuration, by default of the one called
+            `default` or `main`, or else of all of them, one after the other.
         system_prompt (`str`, *optional*):
             System prompt of every conversation, in place of the dataset's own.
         prompt_suffix (`str`, *optional*):
@@ -111,7 +107,7 @@ def load_prompts(
     if reference.startswith(GYM):
         label, table = reference.partition("?")[0], load_gym(reference)
     else:
-        parsed = parse_reference(reference, config=config, split=split)
+        parsed = parse_reference(reference)
         label, table = parsed.label, load_table(parsed)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
     columns = Columns(table, label, given | {"context_columns": context_columns}, unlabelled)

@@ -65,9 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         train(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
 
     data = add(_data)
-    data("references", metavar="DATASET", nargs="+", help="Hub id or local file")
-    data("--split", help="default: train, or the only one")
-    data("--config", help="configuration on the Hub")
+    data("references", metavar="DATASET", nargs="+", help="Hub id, which ?config=…&split=… may follow, or local file")
     data("--limit", type=at_least_one, help="number of rows to read")
     data("--prompt_column", metavar="COLUMN", help="problem, where it is not recognised")
     data("--answer_column", metavar="COLUMN", help="gold answer, where it is not recognised")

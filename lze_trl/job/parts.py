@@ -27,11 +27,11 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
     shared = {name: vars(args)[name] for name in ("system_prompt", "prompt_suffix", "conversational")}
     columns = ("prompt_column", "answer_column", "context_columns", "option_column")
     shared |= {name: vars(args)[f"dataset_{name}"] for name in columns}
-    of_train = {"split": args.dataset_split, "config": args.dataset_config, "limit": args.max_train_samples}
-    of_eval = {"split": args.eval_dataset_split, "config": args.eval_dataset_config, "limit": args.max_eval_samples}
     with training_args.main_process_first(desc="datasets"):
-        train = load_mixture(args.datasets, unlabelled=args.unlabelled, **of_train, **shared)
-        return train, load_mixture(args.eval_datasets, **of_eval, **shared) if args.eval_datasets else None
+        train = load_mixture(args.datasets, unlabelled=args.unlabelled, limit=args.max_train_samples, **shared)
+        if not args.eval_datasets:
+            return train, None
+        return train, load_mixture(args.eval_datasets, limit=args.max_eval_samples, **shared)
 
 
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
