@@ -53,7 +53,6 @@ REFUSED = [
     ("pass_threshold", {"reward_range": [0.0, 1.0], "strategy": "reinforce_ada", "pass_threshold": None}, {}),
     ("reward_range", {"reward_range": [1.0, 0.0]}, {}),
     ("advantage_estimator", {"advantage_estimator": "ppo"}, {}),
-    ("advantage_statistics", {"self_play": {"advantage_statistics": "drawn"}}, {}),
     ("scale_rewards", {**RPP, "scale_rewards": "group"}, {}),
     ("multi_objective_aggregation", {**RPP, **NORMALIZED}, {}),
     ("loss_normalizer", {**RPP, "loss_normalizer": "all"}, {}),
