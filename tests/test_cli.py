@@ -71,12 +71,12 @@ def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, ca
     answers = ["Two. #### 2", "Two. #### 2", None, "None. #### }", "Five. #### 5"]
     rows = [{"question": f"{answer}?", "answer": answer} for answer in answers]
     Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    cli.main(["data", "sums.jsonl", "--limit", "4"])
-    lines = capsys.readouterr().out.splitlines()
-    heading = next(line.split() for line in lines if "repeated" in line)
-    counts = dict(zip(heading, next(line.split() for line in lines if "sums.jsonl" in line), strict=True))
-    wanted = {"rows": "4", "repeated": "1", "none": "1", "unread": "1"}
-    assert {name: counts[name] for name in wanted} == wanted
+    Path("one.jsonl").write_text(f"{json.dumps(rows[0])}\n")
+    cli.main(["data", "sums.jsonl", "one.jsonl", "--limit", "4"])
+    heading, first, second, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["dataset", "rows", "repeated", "shared", "none", "unread", "prompt"]
+    assert first.split() == ["sums.jsonl", "4", "1", "0", "1", "1", "5/11/12/12"]
+    assert second.split()[:6] == ["one.jsonl", "1", "0", "1", "0", "0"]
     assert "sums.jsonl: cannot be read: '}'" in lines
 
 

@@ -8,7 +8,6 @@ from datasets import Dataset
 from PIL import Image
 
 from lze_trl.data import DataError, Reference, load_mixture, load_prompts, parse_reference, sources
-from lze_trl.data.audit import audit, render
 from lze_trl.memory.identity import prompt_id
 
 
@@ -271,20 +270,6 @@ def test_files_that_cannot_be_read(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_prompts(str(tmp_path / name))
-
-
-def test_audit_counts(write):
-    rows = [*GSM8K, GSM8K[0], {"question": "How many sheep?", "answer": "#### 5"}]
-    rows += [{"question": "Which?", "answer": "#### }"}, {"question": "What?", "answer": "no mark"}]
-    entries = audit([write("a/one.jsonl", rows), write("b/two.jsonl", GSM8K[:1])])
-    first, second = entries
-    assert first.counts == {"rows": 7, "repeated": 1, "shared": 0, "none": 1, "unread": 1}
-    assert first.unread == ["}"]
-    assert first.prompt_characters == [5, 15, 15, 15]
-    assert second.counts == {"rows": 1, "repeated": 0, "shared": 1, "none": 0, "unread": 0}
-    text = render(entries)
-    assert "a/one.jsonl: cannot be read: '}'" in text
-    assert "b/two.jsonl" in text
 
 
 # ---- Configurations, and the Hub ----

@@ -150,11 +150,12 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
 
 def _data(namespace: argparse.Namespace, flags: list[str]):
     """Read data sets as training would, and count duplicates and unreadable answers."""
-    from ..data.audit import audit, render
+    from ..data.audit import MEANINGS, audit
 
     settings = {name: value for name, value in vars(namespace).items() if name not in ("command", "references")}
-    entries = audit(namespace.references, **settings)
-    sys.stdout.write(f"{render(entries)}\n")
+    table, notes = audit(namespace.references, **settings)
+    meanings = [f"{name:<9}  {meaning}" for name, meaning in MEANINGS.items()]
+    sys.stdout.write("\n".join([table.to_string(index=False), "", *meanings, "", *notes, ""]))
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):
