@@ -69,17 +69,16 @@ class Columns:
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
         return [*plain[:-1], {**plain[-1], "content": whole}]
 
-    def gold(self, row: dict[str, Any]) -> tuple[str | None, str | None]:
-        """The gold answer of a row, the letter of the right option where there are options; and its worked solution."""
+    def gold(self, row: dict[str, Any]) -> str | None:
+        """The gold answer of a row, the letter of the right option where there are options."""
         text = self._answer_text(row)
         final = None if text is None else _final(text) or (None if self._worked else text)
         if final is not None and "body" in map(str.lower, self.contexts):
             final = re.sub(r"(?<=\d)\s+\([A-Za-z][^()]*\)$", "", final)  # ASDiv writes "9 (apples)"
-        worked = text if text != final else at(row, "solution") if self.answer != "solution" else None
         if final is not None and (texts := self._texts(row)):
             place = _place(self._reading, final, self._labels(row), texts)
             final = None if place is None else ascii_uppercase[place]
-        return final, worked if isinstance(worked, str) else None
+        return final
 
     def _answer_text(self, row: dict[str, Any]) -> str | None:
         if self.answer is None:

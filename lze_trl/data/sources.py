@@ -35,7 +35,7 @@ class Reference:
     @property
     def label(self) -> str:
         """Short name, for the `source` column and for messages."""
-        return "/".join(Path(self.path).parts[-2:])
+        return "/".join(Path(self.path.partition("?")[0]).parts[-2:])
 
 
 def parse_reference(text: str) -> Reference:
