@@ -38,32 +38,18 @@ def test_train_hands_everything_else_to_the_job(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "recipes/demo/lze.yaml", "--pakcing", "false"], "There is no setting `pakcing`. Did you mean"),
-        (
-            ["train", "recipes/demo/lze.yaml", "--accelerate_config", "x"],
-            "There is no accelerate configuration `x`. Use",
-        ),
+        ("train recipes/demo/lze.yaml --pakcing false", "There is no setting `pakcing`. Did you mean"),
+        ("train recipes/demo/lze.yaml --accelerate_config x", "There is no accelerate configuration `x`. Use"),
+        ("data x.jsonl --limit 0", "argument --limit: must be at least 1, got 0"),
+        ("report run --max_steps 3", "unrecognized arguments: --max_steps 3"),
     ],
 )
-def test_errors_have_no_traceback(monkeypatch, arguments, message):
+def test_errors_have_no_traceback(monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as error:
-        cli.main(arguments)
-    assert str(error.value).startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["data", "x.jsonl", "--limit", "0"], "argument --limit: must be at least 1, got 0"),
-        (["report", "run", "--max_steps", "3"], "unrecognized arguments: --max_steps 3"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        cli.main(arguments)
-    assert error.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: {message}\n")
+        cli.main(arguments.split())
+    told = capsys.readouterr().err if error.value.code == 2 else str(error.value)
+    assert f"error: {message}" in told and "Traceback" not in told
 
 
 def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, capsys):
