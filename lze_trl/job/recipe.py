@@ -20,11 +20,8 @@ from . import RecipeError, near_names, read_recipe, user_errors
 
 def _flag(default: Any = None, help: str = "") -> Any:
     """A field with its help; a list is the default of a new list."""
-    return (
-        HfArg(default_factory=default.copy, help=help)
-        if isinstance(default, list)
-        else HfArg(default=default, help=help)
-    )
+    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return HfArg(**given, help=help)
 
 
 @dataclass
