@@ -145,12 +145,6 @@ def test_system_prompt_and_suffix(write):
         load_prompts(dapo, conversational=False, system_prompt="Think.")
 
 
-def test_the_prompt_as_worded_is_part_of_its_id(write):
-    path = write("gsm8k.jsonl", GSM8K)
-    assert load_prompts(path)["prompt_id"] == load_prompts(path)["prompt_id"]
-    assert set(load_prompts(path)["prompt_id"]).isdisjoint(load_prompts(path, prompt_suffix=" Go.")["prompt_id"])
-
-
 def test_columns_by_name(write):
     path = write("own.jsonl", [{"task": "1+1", "meta": {"gold": r"\boxed{2}"}, "note": "n"}])
     dataset = load_prompts(path, prompt_column="task", answer_column="meta.gold")
@@ -174,8 +168,6 @@ def test_mixture(write):
     assert dataset["level"] == ["Level 2", "Level 5", "2", None, None]  # a number in one set and text in another
     assert dataset["id"] == [None, None, None, "0", "x"]
     assert dataset["prompt"][4] == [{"role": "user", "content": "B?"}]
-    with pytest.raises(DataError, match="No dataset is given"):
-        load_mixture([])
 
 
 def test_rows_without_a_problem_are_dropped_and_reported(write, caplog):

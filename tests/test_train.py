@@ -208,8 +208,9 @@ def test_a_dry_run_says_what_the_run_then_does(job, capsys, tmp_path):
     assert shown["held-out prompts"] == "4"
 
 
-def test_a_dry_run_counts_prompts_loads_no_model_and_asks_no_server(job, capsys, tmp_path):
+def test_a_dry_run_counts_prompts_loads_no_model_and_needs_neither_server_nor_accelerator(job, capsys, tmp_path):
     keys = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:9"]}
+    keys |= {"use_cpu": False, "bf16": True, "tf32": True}  # as on the login node of a cluster
     keys |= {"model_name_or_path": "nowhere/nothing", "per_device_train_batch_size": 4}
     recipe = job(eval_tasks=[str(tmp_path / "held_out.jsonl")], **keys)
     rows = (tmp_path / "train.jsonl").read_text()

@@ -118,8 +118,6 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     Load several sets by [`load_prompts`], one after the other; the column `source` says where each row is from. A column that has
     different types becomes text.
     """
-    if not references:
-        raise DataError("No dataset is given. Name at least one, such as 'openai/gsm8k?config=main'.")
     tables = [load_prompts(reference, **kwargs) for reference in references]
     features: dict[str, Any] = {}
     for table in tables:
