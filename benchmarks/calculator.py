@@ -19,7 +19,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
-from lze_trl.data import load_prompts
+from lze_trl.data import parse_reference
+from lze_trl.data.sources import load_table
 from lze_trl.job.train import setup_logging
 
 from . import addition
@@ -195,8 +196,7 @@ def make(gsm8k: str, output: Path, settings: CalculatorWarmStart) -> dict[str, f
 
 def _read(gsm8k: str, part: str) -> dict[str, str]:
     file = Path(gsm8k) / f"{part}.jsonl"
-    rows = load_prompts(str(file)) if file.is_file() else load_prompts(gsm8k, split=part)
-    return expressions(rows["reference_solution"])
+    return expressions(load_table(parse_reference(str(file) if file.is_file() else f"{gsm8k}?split={part}"))["answer"])
 
 
 def _accuracy(folder: Path) -> dict[str, float]:

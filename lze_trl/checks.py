@@ -107,7 +107,6 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (args.alive == "outcome" and args.pass_reward in (None, "total"), "`alive='outcome'` is about a named reward. Set `pass_reward` to that of right answers, or leave `alive` unset."),
         (graded and args.pass_threshold is not None, "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."),
         (graded and str(args.controller).startswith("reinforce_ada"), f"`controller={args.controller!r}` counts passes. Set a `pass_threshold` instead of `reward_range`."),
-        (args.self_play["advantage_statistics"] != "scored" and not reinforce, f"`advantage_statistics` is of {by}. Leave it unset."),
         (reinforce and args.scale_rewards != "none", f"`scale_rewards` is of 'grpo': {by} has its own scale. Leave it unset."),
         (reinforce and args.multi_objective_aggregation != "sum_then_normalize", f"{by} needs `multi_objective_aggregation='sum_then_normalize'`. Set it."),
         (reinforce and args.loss_normalizer == "all", f"`loss_normalizer='all'` drops groups that have a gradient by {by}. Use 'selected'."),

@@ -480,8 +480,7 @@ class Engine:
         trainer, weights = self._trainer, batch.represented_rows
         if trainer.args.advantage_estimator == "grpo":
             return group_advantages(batch.rewards, batch.group, batch.num_groups, trainer.scale_rewards, weights)
-        counted = batch.unfiltered if "unfiltered" in batch.rows else batch.rewards
-        return normalised_over_tokens(batch.rewards, counted, batch.loss_tokens * weights)
+        return normalised_over_tokens(batch.rewards, batch.loss_tokens * weights)
 
     def _packed_logprobs(self, batch: Batch) -> Callable:
         """TRL's computation of log-probabilities, in the micro-batches of the update: without the padding of all rows."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .memory.state import MAX_STREAK
 from .names import near
+from .strategies import REMOVED
 
 
 SETTING_BLOCKS = ("selector_kwargs", "planner_kwargs", "controller_kwargs", "vllm_server_kwargs", "self_play")
@@ -53,7 +54,6 @@ class SelfPlaySettings:
     stock: int | None = None
     reuse: int = 1
     label_confidence: Literal["none", "share"] = "none"
-    advantage_statistics: Literal["scored", "drawn"] = "scored"
 
 
 _KINDS: dict[Any, tuple[Any, str]] = {
@@ -121,7 +121,7 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
     known = {f.name: f.default for f in fields(owner) if f.name not in _SET_ELSEWHERE}
     for name in given:
         if name not in known:
-            hint = near(str(name), known)
+            hint = f" {REMOVED[name]}" if name in REMOVED else near(str(name), known)
             raise ValueError(f"`{block}` has no setting {name!r} here.{hint} It takes {list(known)}.")
     values = known | defaults | dict(given)
     hints = get_type_hints(owner)

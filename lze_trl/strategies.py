@@ -30,7 +30,6 @@ MOVED = {
         )
     },
     "label_confidence": ("self_play", "label_confidence"),
-    "advantage_statistics": ("self_play", "advantage_statistics"),
 }
 """Settings of earlier versions that are now in a block, and their name there."""
 
@@ -46,6 +45,11 @@ REMOVED: dict[str, str] = {
     ),
     "instruct_exemplars": "Leave it out: its own exemplars are drawn alike.",
     "instruct_refuse_overlap": "Leave it out: no new problem may resemble an evaluation problem.",
+    **dict.fromkeys(
+        ("dataset_split", "dataset_config", "eval_dataset_split", "eval_dataset_config"),
+        "Write it behind the dataset: `org/name?config=…&split=…`.",
+    ),
+    "advantage_statistics": "Leave it out: groups for which the vote abstains count in no statistics.",
     "surplus_max_age": "Leave it out: live groups that an update has no room for are dropped and counted.",
     "micro_step_cost": "Leave it out. `max_tokens_per_micro_batch` bounds micro-batches.",
 }

@@ -16,7 +16,7 @@ from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.settings import Decoding
 from lze_trl.evaluation.tasks import Problem
 from lze_trl.rewards import MajorityReward
-from votes_run import BOX, CLOSE, boxed_rollouts
+from votes_run import BOX, CLOSE
 
 
 def constant_rollouts(prompts, trainer):
@@ -66,6 +66,3 @@ def main(directory: Path, world: int):
         json.dumps(found | {"concentrations": history.concentrations})
     )
     trainer.accelerator.wait_for_everyone()
-
-
-__all__ = ["boxed_rollouts", "constant_rollouts", "main", "make"]

@@ -11,7 +11,6 @@ import tiny
 import votes_run
 from lze_trl import LZEGRPOTrainer
 from lze_trl.rewards import MajorityReward
-from lze_trl.rewards.majority import read_vote
 from lze_trl.select.advantages import group_advantages, normalised_over_tokens, zero_std_share
 from samples import NAN, outcome_groups, rollouts
 
@@ -110,7 +109,7 @@ def by_force(rewards: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 def test_reinforce_plus_plus_by_force(outcomes, random):
     drawn = rollouts(dict(enumerate(outcomes)))
     tokens = np.array([random.randint(1, 9) for _ in range(drawn.num_rows)])
-    found = normalised_over_tokens(drawn.rewards, drawn.rewards, tokens)
+    found = normalised_over_tokens(drawn.rewards, tokens)
     assert found.dtype == np.float64 and found.shape == (drawn.num_rows,)
     assert (found[np.isnan(drawn.rewards)] == 0.0).all()
     if not np.isnan(drawn.rewards).all():
@@ -119,9 +118,9 @@ def test_reinforce_plus_plus_by_force(outcomes, random):
 
 def test_rewards_that_do_not_differ_have_no_advantage():
     same = np.full(7, 0.1)
-    assert not normalised_over_tokens(same, same, np.array([7, 3, 5, 1, 9, 2, 4])).any()
+    assert not normalised_over_tokens(same, np.array([7, 3, 5, 1, 9, 2, 4])).any()
     other = np.array([0.1, 0.2, NAN, NAN])
-    assert not normalised_over_tokens(other, other, np.zeros(4)).any()  # no token that the loss covers
+    assert not normalised_over_tokens(other, np.zeros(4)).any()  # no token that the loss covers
 
 
 class NotingTrainer(LZEGRPOTrainer):
@@ -152,10 +151,6 @@ class NotingTrainer(LZEGRPOTrainer):
             assert advantage == pytest.approx(expected[turn, prompt, ids], abs=1e-5)
 
 
-def by_groups(drawn, values) -> list[list[float]]:
-    return [values[drawn.group == g].tolist() for g in range(drawn.num_groups)]
-
-
 @pytest.mark.parametrize(("estimator", "rows"), [("grpo", 4), (RPP, 12)])
 def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimator, rows):
     selection = {"selection_ratio": 0.34} if rows == 4 else {"selector": "all"}
@@ -172,32 +167,12 @@ def test_advantages_are_of_all_rows_drawn_whatever_is_selected(tmp_path, estimat
     assert len({round(advantage, 4) for *_, advantage in trainer.trained}) > 2
 
 
-@pytest.mark.parametrize("statistics", ["scored", "drawn"])
-def test_statistics_may_count_groups_that_the_vote_drops(tmp_path, statistics):
-    """Published by SeRL: mean and deviation over all groups, of which some are dropped afterwards."""
-    settings = {"advantage_estimator": RPP, "self_play": {"advantage_statistics": statistics}}
-    settings |= {"selector": "zero_variance", "pruning": "none", "num_generations": 6}
+def test_statistics_are_of_the_groups_that_the_vote_does_not_drop(tmp_path):
+    settings = {"advantage_estimator": RPP, "selector": "zero_variance", "pruning": "none", "num_generations": 6}
     args = tiny.config(tmp_path, per_device_train_batch_size=30, **settings)
     model, data = votes_run.save(tmp_path / "model"), tiny.prompts(11).remove_columns("solution")
     reward = MajorityReward(bounds=(0.3, 0.8), margin=1)
     trainer = NotingTrainer(model, reward, args, data, rollout_func=votes_run.boxed_rollouts)
     trainer.train()
-
-    def voted(drawn) -> list[list[float]]:
-        ends = [ids[-1] == trainer._tokenizer.eos_token_id for ids in drawn.held["completion_ids"]]
-        votes = [read_vote(text, not end) for text, end in zip(drawn.held["completion"], ends, strict=True)]
-        found = []
-        for group in by_groups(drawn, np.array(votes, dtype=object)):
-            counts = {vote: group.count(vote) for vote in sorted(set(group) - {None})}
-            found.append([float(vote == max(counts, key=counts.get)) for vote in group])
-        return found
-
-    def advantages_of(drawn):
-        rewards, dropped = voted(drawn), np.isnan(drawn.rewards)
-        assert drawn.rewards[~dropped].tolist() == np.concatenate(rewards)[~dropped].tolist()
-        if statistics == "scored":
-            rewards = [[NAN] * 6 if dropped[6 * g] else values for g, values in enumerate(rewards)]
-        return np.where(dropped, NAN, by_force(np.concatenate(rewards), drawn.loss_tokens))
-
     assert trainer.trained and any(np.isnan(drawn.rewards).any() for drawn in trainer.drawn)
-    trainer.assert_trained_by(advantages_of)
+    trainer.assert_trained_by(lambda drawn: by_force(drawn.rewards, drawn.loss_tokens))

@@ -27,7 +27,7 @@ ROOMS = {
     "files": "",
     "names": "",
     "strategies": "names",
-    "settings": "memory names",
+    "settings": "memory names strategies",
     "batch": "",
     "select": "batch",
     "pack": "batch",

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import tiny
 from lze_trl.job import cli
 from lze_trl.job.recipe import KEYS, parse_recipe
 
@@ -38,32 +37,18 @@ def test_train_hands_everything_else_to_the_job(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "recipes/demo/lze.yaml", "--pakcing", "false"], "There is no setting `pakcing`. Did you mean"),
-        (
-            ["train", "recipes/demo/lze.yaml", "--accelerate_config", "x"],
-            "There is no accelerate configuration `x`. Use",
-        ),
+        ("train recipes/demo/lze.yaml --pakcing false", "There is no setting `pakcing`. Did you mean"),
+        ("train recipes/demo/lze.yaml --accelerate_config x", "There is no accelerate configuration `x`. Use"),
+        ("data x.jsonl --limit 0", "argument --limit: must be at least 1, got 0"),
+        ("report run --max_steps 3", "unrecognized arguments: --max_steps 3"),
     ],
 )
-def test_errors_have_no_traceback(monkeypatch, arguments, message):
+def test_errors_have_no_traceback(monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as error:
-        cli.main(arguments)
-    assert str(error.value).startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["data", "x.jsonl", "--limit", "0"], "argument --limit: must be at least 1, got 0"),
-        (["report", "run", "--max_steps", "3"], "unrecognized arguments: --max_steps 3"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments, message, capsys):
-    with pytest.raises(SystemExit) as error:
-        cli.main(arguments)
-    assert error.value.code == 2
-    assert capsys.readouterr().err.endswith(f"error: {message}\n")
+        cli.main(arguments.split())
+    told = capsys.readouterr().err if error.value.code == 2 else str(error.value)
+    assert f"error: {message}" in told and "Traceback" not in told
 
 
 def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, capsys):
@@ -71,12 +56,12 @@ def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, ca
     answers = ["Two. #### 2", "Two. #### 2", None, "None. #### }", "Five. #### 5"]
     rows = [{"question": f"{answer}?", "answer": answer} for answer in answers]
     Path("sums.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    cli.main(["data", "sums.jsonl", "--limit", "4"])
-    lines = capsys.readouterr().out.splitlines()
-    heading = next(line.split() for line in lines if "repeated" in line)
-    counts = dict(zip(heading, next(line.split() for line in lines if "sums.jsonl" in line), strict=True))
-    wanted = {"rows": "4", "repeated": "1", "none": "1", "unread": "1"}
-    assert {name: counts[name] for name in wanted} == wanted
+    Path("one.jsonl").write_text(f"{json.dumps(rows[0])}\n")
+    cli.main(["data", "sums.jsonl", "one.jsonl", "--limit", "4"])
+    heading, first, second, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["dataset", "rows", "repeated", "shared", "none", "unread", "prompt"]
+    assert first.split() == ["sums.jsonl", "4", "1", "0", "1", "1", "5/12/13/13"]
+    assert second.split()[:6] == ["one.jsonl", "1", "0", "1", "0", "0"]
     assert "sums.jsonl: cannot be read: '}'" in lines
 
 
@@ -133,13 +118,6 @@ def test_help_and_wrong_paths_need_no_library_that_takes_seconds_to_import(tmp_p
     assert ended.returncode == 0, ended.stderr
     for command, message in WRONG.items():
         assert re.search(rf"^{re.escape(command)}: error: .*{re.escape(message)}", ended.stderr, re.M), ended.stderr
-
-
-def test_a_dry_run_needs_no_accelerator(tmp_path, capsys):
-    """As on the login node of a cluster, which has none."""
-    keys = tiny.job(tmp_path, train=12) | {"use_cpu": False, "bf16": True, "tf32": True}
-    cli.main(["train", tiny.recipe(tmp_path, **keys), "--dry_run"])
-    assert re.search(r"^optimizer steps +4$", capsys.readouterr().out, re.M)
 
 
 def test_the_keys_of_a_recipe_are_listed(capsys):

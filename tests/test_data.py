@@ -8,7 +8,6 @@ from datasets import Dataset
 from PIL import Image
 
 from lze_trl.data import DataError, Reference, load_mixture, load_prompts, parse_reference, sources
-from lze_trl.data.audit import audit, render
 from lze_trl.memory.identity import prompt_id
 
 
@@ -87,18 +86,18 @@ def test_references_that_are_refused(text, message):
 @pytest.mark.parametrize(
     ("rows", "golds", "others"),
     [
-        (GSM8K, ["24", "1,234", "13"], {"reference_solution": [row["answer"] for row in GSM8K]}),
+        (GSM8K, ["24", "1,234", "13"], {}),
         (
             MATH,
             [r"\frac{1}{2}", "18", None],
             {"level": ["Level 2", "Level 5", "Level 1"], "subject": ["Algebra", "Geometry", "Algebra"]},
         ),
-        (MATH_500, [r"\frac12"], {"level": [2], "subject": ["A"], "reference_solution": [MATH_500[0]["solution"]]}),
-        (DAPO, ["34"] * 3, {"data_source": ["dapo"] * 3, "reference_solution": [None] * 3}),
+        (MATH_500, [r"\frac12"], {"level": [2], "subject": ["A"]}),
+        (DAPO, ["34"] * 3, {"data_source": ["dapo"] * 3}),
         (AMC, ["27"], {"url": ["https://example.org"]}),
         (TRL, ["4"], {"original_source": ["olympiads"], "source": ["test/data.jsonl"]}),
         ([{"Problem": "A?", "Answer": 7, "ID": "x"}], ["7"], {"ID": ["x"]}),
-        ([{"problem": "A?", "solution": "42"}], ["42"], {"reference_solution": [None]}),
+        ([{"problem": "A?", "solution": "42"}], ["42"], {}),
     ],
     ids=["gsm8k", "math", "math-500", "dapo", "amc", "trl", "capitals", "bare-solution"],
 )
@@ -124,8 +123,8 @@ def test_folders(write, tmp_path):
     write("set/train.jsonl", GSM8K)
     write("set/test.jsonl", GSM8K[:1])
     assert len(load_prompts(str(tmp_path / "set"))) == 3
-    assert len(load_prompts(str(tmp_path / "set"), split="test")) == 1
-    assert len(load_prompts(f"{tmp_path / 'set'}?split=train[:2]", split="test")) == 2
+    assert len(load_prompts(f"{tmp_path / 'set'}?split=test")) == 1
+    assert len(load_prompts(f"{tmp_path / 'set'}?split=train[:2]")) == 2
 
 
 def test_system_prompt_and_suffix(write):
@@ -144,12 +143,6 @@ def test_system_prompt_and_suffix(write):
         load_prompts(chat, conversational=False)
     with pytest.raises(DataError, match="needs a chat"):
         load_prompts(dapo, conversational=False, system_prompt="Think.")
-
-
-def test_the_prompt_as_worded_is_part_of_its_id(write):
-    path = write("gsm8k.jsonl", GSM8K)
-    assert load_prompts(path)["prompt_id"] == load_prompts(path)["prompt_id"]
-    assert set(load_prompts(path)["prompt_id"]).isdisjoint(load_prompts(path, prompt_suffix=" Go.")["prompt_id"])
 
 
 def test_columns_by_name(write):
@@ -175,8 +168,6 @@ def test_mixture(write):
     assert dataset["level"] == ["Level 2", "Level 5", "2", None, None]  # a number in one set and text in another
     assert dataset["id"] == [None, None, None, "0", "x"]
     assert dataset["prompt"][4] == [{"role": "user", "content": "B?"}]
-    with pytest.raises(DataError, match="No dataset is given"):
-        load_mixture([])
 
 
 def test_rows_without_a_problem_are_dropped_and_reported(write, caplog):
@@ -189,7 +180,7 @@ def test_a_saved_dataset(tmp_path):
     Dataset.from_list(GSM8K).save_to_disk(str(tmp_path / "saved"))
     assert load_prompts(str(tmp_path / "saved"))["solution"] == ["24", "1,234", "13"]
     with pytest.raises(DataError, match=r"has the splits \['train'\] and none is called 'test'"):
-        load_prompts(str(tmp_path / "saved"), split="test")
+        load_prompts(f"{tmp_path / 'saved'}?split=test")
 
 
 def test_pictures_are_kept(write):
@@ -246,7 +237,6 @@ def test_a_set_may_lack_gold_answers(write):
         ([{"text": "A?", "answer": "1"}], {}, r"problem: wanted one of prompt.*found \['answer', 'text'\]"),
         ([{"problem": "A?", "text": "1"}], {}, "gold answer: wanted one of answer.*`answer_column`"),
         (GSM8K, {"answer_column": "gold"}, "no column 'gold'"),
-        (GSM8K, {"split": "test"}, "cannot be read"),
         ([{"problem": "A?", "answer": ["1", "2"]}], {}, "'answer': A gold answer must be text, a number"),
         ([{"problem": "", "answer": "1"}], {}, "no row has text in 'problem'"),
         ([{"problem": "A?", "options": ["1", "2"], "answer": "7"}], {}, "most gold answers in 'answer' name none"),
@@ -272,20 +262,6 @@ def test_files_that_cannot_be_read(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_prompts(str(tmp_path / name))
-
-
-def test_audit_counts(write):
-    rows = [*GSM8K, GSM8K[0], {"question": "How many sheep?", "answer": "#### 5"}]
-    rows += [{"question": "Which?", "answer": "#### }"}, {"question": "What?", "answer": "no mark"}]
-    entries = audit([write("a/one.jsonl", rows), write("b/two.jsonl", GSM8K[:1])])
-    first, second = entries
-    assert first.counts == {"rows": 7, "repeated": 1, "shared": 0, "none": 1, "unread": 1}
-    assert first.unread == ["}"]
-    assert first.prompt_characters == [5, 15, 15, 15]
-    assert second.counts == {"rows": 1, "repeated": 0, "shared": 1, "none": 0, "unread": 0}
-    text = render(entries)
-    assert "a/one.jsonl: cannot be read: '}'" in text
-    assert "b/two.jsonl" in text
 
 
 # ---- Configurations, and the Hub ----

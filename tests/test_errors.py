@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,32 +12,15 @@ from datasets import Dataset
 
 import tiny
 from launches import fork
-from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import CheckpointError
 from lze_trl.job.train import main as job
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.record import open_run
 from lze_trl.rollout.controllers import Gate
+from tiny import make, run
 
 
-ROOT = Path(__file__).resolve().parents[1]
 SAVED = {"save_strategy": "steps", "save_steps": 1}
-
-
-def make(directory, reward_funcs=tiny.even_length_reward, dataset=None, trainer=None, **kwargs):
-    arguments = {"model": tiny.model(), "processing_class": tiny.tokenizer(), **(trainer or {})}
-    return LZEGRPOTrainer(
-        reward_funcs=reward_funcs,
-        args=tiny.config(directory, **kwargs),
-        train_dataset=tiny.prompts(11) if dataset is None else dataset,
-        **arguments,
-    )
-
-
-def run(directory, *args, **kwargs):
-    trainer = make(directory, *args, **kwargs)
-    trainer.train()
-    return trainer
 
 
 # ---- Settings and parts that do not go together ----
@@ -53,7 +35,6 @@ REFUSED = [
     ("pass_threshold", {"reward_range": [0.0, 1.0], "strategy": "reinforce_ada", "pass_threshold": None}, {}),
     ("reward_range", {"reward_range": [1.0, 0.0]}, {}),
     ("advantage_estimator", {"advantage_estimator": "ppo"}, {}),
-    ("advantage_statistics", {"self_play": {"advantage_statistics": "drawn"}}, {}),
     ("scale_rewards", {**RPP, "scale_rewards": "group"}, {}),
     ("multi_objective_aggregation", {**RPP, **NORMALIZED}, {}),
     ("loss_normalizer", {**RPP, "loss_normalizer": "all"}, {}),
@@ -163,7 +144,7 @@ def test_what_is_no_list_of_numbers_is_refused(tmp_path, name, asynchronous):
 @pytest.mark.parametrize("form", [iter, lambda values: torch.tensor(values, dtype=torch.bfloat16).unsqueeze(1)])
 def test_numbers_of_any_kind_are_rewards(tmp_path, form):
     plain = run(tmp_path / "plain", max_steps=1)
-    other = run(tmp_path / "other", lambda **kwargs: form(tiny.even_length_reward(**kwargs)), max_steps=1)
+    other = run(tmp_path / "other", reward_funcs=lambda **kwargs: form(tiny.even_length_reward(**kwargs)), max_steps=1)
     assert other.state.log_history[0]["reward"] == plain.state.log_history[0]["reward"]
     assert torch.equal(other.model.lm_head.weight, plain.model.lm_head.weight)
 

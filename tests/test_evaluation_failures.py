@@ -47,18 +47,10 @@ def fakes():
         fake.stop()
 
 
-def answers(engine, count=6, **decoding):
-    asked = [SampleRequest(Problem(str(number), f"{number}+1=", "1"), 0) for number in range(count)]
-    settings = {"max_tokens": 4} | decoding
-    found = engine.generate(asked, Decoding(chat=False, **settings))
+def answers(engine, problems=None, max_tokens=4):
+    problems = problems or [Problem(str(number), f"{number}+1=", "1") for number in range(6)]
+    found = engine.generate([SampleRequest(problem, 0) for problem in problems], Decoding(max_tokens=max_tokens))
     return {request.problem.id: output for request, output in found}
-
-
-def restart(fake):
-    """Restart a server, with the weights of the beginning, and have it fail once."""
-    fake.stop()
-    fake.start()
-    fake.faults["/v1/completions"] = [503]
 
 
 def test_a_server_that_fails_leaves_its_requests_to_the_others(fakes):
@@ -72,15 +64,9 @@ def test_a_server_that_fails_leaves_its_requests_to_the_others(fakes):
         ServerEngine.connect([fake.url for fake in fakes], recovery_timeout=0.2)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda answer: answer["choices"][0].update(text=["a"]),
-    ],
-)
-def test_answers_are_not_believed(fakes, caplog, fault):
+def test_answers_are_not_believed(fakes, caplog):
     engine = ServerEngine.connect([fakes[0].url], recovery_timeout=5.0)
-    fakes[0].faults["/v1/completions"] = [fault]
+    fakes[0].faults["/v1/completions"] = [lambda answer: answer["choices"][0].update(text=["a"])]
     assert set(answers(engine).values()) == {Output("#### 0", 3, False)}
     assert "sent a damaged answer" in caplog.text
 
@@ -88,8 +74,7 @@ def test_answers_are_not_believed(fakes, caplog, fault):
 def test_a_prompt_that_is_too_long_counts_as_truncated(fakes):
     engine = ServerEngine.connect([fakes[0].url])
     problems = [Problem("short", "1+1=", "2"), Problem("long", "1+" * 20, "2")]
-    asked = [SampleRequest(problem, 0) for problem in problems]
-    found = {request.problem.id: output for request, output in engine.generate(asked, Decoding(max_tokens=None))}
+    found = answers(engine, problems, max_tokens=None)
     assert found == {"short": Output("#### 0", 3, False), "long": Output("", 0, True)}
     assert all(body["max_tokens"] is None for body in fakes[0].bodies)  # what the context leaves
     fakes[0].faults["/v1/completions"] = [400]
@@ -106,10 +91,11 @@ def test_the_servers_of_a_training_hold_its_weights(fakes):
     trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(is_main_process=True), vllm_generation=generation)
     with engine_of(trainer)() as engine:
         assert [fake.version for fake in fakes] == ["run-1", "run-1"]
-        for fake in fakes:
-            restart(fake)
+        for fake in fakes:  # restarted with the weights of the beginning
+            fake.stop()
+            fake.start()
+            fake.faults["/v1/completions"] = [503]
         found = answers(engine)
     assert [fake.version for fake in fakes] == ["run-1", "run-1"]
-    assert len(found) == 6 and "#### 0" not in {
-        output.text for output in found.values()
-    }  # loaded before they answered
+    assert len(found) == 6
+    assert "#### 0" not in {output.text for output in found.values()}  # loaded before they answered

@@ -21,8 +21,9 @@ from launches import by_accelerate, on_two_cpus, run_to_end
 from lze_trl.app.views import overview
 from lze_trl.evaluation.run import read_samples
 from lze_trl.job.cli import main
+from lze_trl.job.parts import make_evaluation
 from lze_trl.job.recipe import RecipeError, parse_recipe
-from lze_trl.job.train import make_evaluation, run
+from lze_trl.job.train import run
 from lze_trl.record import open_run
 from lze_trl.record.evaluations import read_results
 from lze_trl.rewards import accuracy_reward
@@ -51,7 +52,7 @@ def train(path):
 def test_a_recipe_that_votes_its_own_way_is_evaluated_by_accuracy(job):
     for reward in ("majority", "recipes.self_play.MarkedMajority"):
         script_args, args, _ = parse_recipe(["--config", job(reward_funcs=[reward])])
-        assert make_evaluation(script_args, args).reward is accuracy_reward
+        assert make_evaluation(script_args, args, script_args.eval_tasks).reward is accuracy_reward
 
 
 def samples(folder: Path):

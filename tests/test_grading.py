@@ -4,7 +4,7 @@ import pytest
 
 from lze_trl.rewards import accuracy_reward
 from lze_trl.rewards.gaps import rewrite
-from lze_trl.rewards.grading import gold_text, last_boxed, marked_answer, read_answer, read_gold
+from lze_trl.rewards.grading import gold_text, last_boxed, read_answer, read_gold
 
 
 def score(gold, completion):
@@ -133,6 +133,8 @@ def test_gold_answers_are_numbers_and_worked_solutions_too(gold, answer):
         ("The first part is 5.\n#### \\frac{8}{2}", 1.0),
         ("#### Step 1\nAdd.\n\n#### Conclusion\nThe final answer is 4.", 1.0),
         ("#### Step 4\nAdd 2 and 2.", 0.0),
+        ("#### 5\n#### 4 \nThat is all, and there is no more to say of the sheep in the field of Ann.", 1.0),
+        ("Work: 4\n####", 0.0),
         ("The answer is 4.\n#### 5", 0.0),
         (r"First \boxed{5}, and then \boxed{4}.", 1.0),
         (r"First \boxed{4}, and then \boxed{5}.", 0.0),
@@ -252,9 +254,3 @@ def test_gold_text(value, text):
 )
 def test_last_boxed(text, boxed):
     assert last_boxed(text) == boxed
-
-
-def test_marked_answer():
-    assert marked_answer("a #### b\n#### 1,234 \nmore") == "1,234"
-    assert marked_answer("1,234") is None
-    assert marked_answer("####") is None

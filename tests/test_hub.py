@@ -2,61 +2,74 @@
 
 import base64
 import json
-import os
-import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-import hub as hub_server
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from hub import Handler, commit
+from launches import run_to_end
 from lze_trl import hub, remote
-from lze_trl.checkpoint import STATE_NAME, save
 from lze_trl.record import MissingTelemetryError, TelemetryWriter
 
 
-class WritableHandler(Handler):
-    """Takes commits as well, as `create_repo`, `upload_file` and `upload_folder` make them."""
+TESTS = Path(__file__).resolve().parent
 
-    def do_POST(self):  # noqa: N802 - a name that the standard library asks for
-        path = self.path.partition("?")[0]
-        if path.endswith("/paths-info/main"):
-            return self.do_GET()
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+
+class Hub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks for when it makes, writes and reads repositories: folders of `server.folder`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        parts = [unquote(part) for part in urlsplit(self.path).path.split("/") if part]
+        is_api = parts[0] == "api"
+        root, rest = self.server.folder.joinpath(*parts[1 + is_api : 3 + is_api]), parts[3 + is_api :]
+        if not root.is_dir():
+            return self.reply(404, b"", {"X-Error-Code": "RepoNotFound"})
+        if is_api and rest[:1] == ["tree"]:
+            return self.reply_json(entries(root))
+        if is_api:
+            files = [{"rfilename": entry["path"]} for entry in entries(root)]
+            return self.reply_json({"id": "/".join(parts[2:4]), "sha": commit(root), "siblings": files})
+        file = root.joinpath(*rest[2:])
+        if not file.is_file():
+            return self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+        headers = {"ETag": f'"{sha1(file.read_bytes()).hexdigest()}"', "X-Repo-Commit": commit(root)}
+        return self.reply(200, file.read_bytes(), headers)
+
+    do_HEAD = do_GET  # noqa: N815 - names that the standard library asks for
+
+    def do_POST(self):
+        path, body = self.path.partition("?")[0], self.rfile.read(int(self.headers["Content-Length"]))
         if path == "/api/validate-yaml":
             return self.reply_json({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             asked = json.loads(body)
             repository = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            folder = self.server.folder / repository
-            folder.mkdir(parents=True, exist_ok=True)
-            self.server.repositories[repository] = folder
+            (self.server.folder / repository).mkdir(parents=True, exist_ok=True)
             # How it is made the first time; older clients send `private`
             is_private = asked.get("visibility") == "private" or asked.get("private") is True
-            vars(self.server).setdefault("private", {}).setdefault(repository, is_private)
+            self.server.private.setdefault(repository, is_private)
             kind = "datasets/" if asked.get("type") == "dataset" else ""
-            url = f"http://{self.headers['Host']}/{kind}{repository}"
-            return self.reply_json({"url": url, "id": repository})
-        repository = "/".join(path.split("/")[3:5])
+            return self.reply_json({"url": f"{self.server.endpoint}/{kind}{repository}", "id": repository})
+        root = self.server.folder.joinpath(*path.split("/")[3:5])
+        if path.endswith("/paths-info/main"):
+            return self.reply_json(
+                [entry for entry in entries(root) if entry["path"] in parse_qs(body.decode())["paths"]]
+            )
         if path.endswith("/preupload/main"):
             asked = json.loads(body)
             # Of .gitignore, what this package writes: folders at the root
-            left_out = tuple(line.removeprefix("/") for line in asked.get("gitIgnore", "").splitlines())
-            files = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "regular",
-                    "shouldIgnore": bool(left_out) and file["path"].startswith(left_out),
-                }
-                for file in asked["files"]
-            ]
+            ignored = tuple(line.removeprefix("/") for line in asked.get("gitIgnore", "").splitlines())
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in asked["files"]]
+            files = [file | {"shouldIgnore": file["path"].startswith(ignored)} for file in files]
             return self.reply_json({"files": files})
-        root = self.server.repositories[repository]
-        for line in body.decode().splitlines():
-            entry = json.loads(line)
+        for entry in map(json.loads, body.decode().splitlines()):
             file = root / entry["value"].get("path", "")
             if entry["key"] == "file":
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,48 +77,57 @@ class WritableHandler(Handler):
             elif entry["key"] == "deletedFile":
                 file.unlink()
         self.server.tokens.add(self.headers.get("Authorization"))
-        url = f"http://{self.headers['Host']}/datasets/{repository}/commit/{commit(root)}"
+        url = f"{self.server.endpoint}/datasets/{'/'.join(root.parts[-2:])}/commit/{commit(root)}"
         return self.reply_json({"commitUrl": url, "commitOid": commit(root), "success": True})
 
+    def reply(self, status: int, content: bytes, headers: dict[str, str]):
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
-@contextmanager
-def serve(folder):
-    with hub_server.serve({}, WritableHandler) as server:
-        server.folder, server.tokens = folder, set()
+    def reply_json(self, value):
+        self.reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def log_message(self, *args):
+        pass
+
+
+def entries(root: Path) -> list[dict]:
+    """Files of a repository, as the Hub lists them."""
+    files = {
+        file.relative_to(root).as_posix(): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()
+    }
+    return [
+        {"type": "file", "path": path, "size": len(content), "oid": sha1(content).hexdigest()}
+        for path, content in files.items()
+    ]
+
+
+def commit(root: Path) -> str:
+    """Hash of the files of a repository: as on the Hub, another one after every change."""
+    return sha1(json.dumps(entries(root)).encode()).hexdigest()
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A stand-in for the Hub on 127.0.0.1, with its `folder`, the `tokens` that it was shown, and what is `private`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.folder, server.tokens, server.private = tmp_path / "server", set(), {}
+        server.endpoint = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
+        server.shutdown()
 
 
 @pytest.fixture
 def run_dir(tmp_path):
     directory = tmp_path / "my-run"
-    training = SyntheticTraining(num_prompts=20, groups_per_batch=5)
-    record_synthetic_run(directory, training, generations=4)
-    tensors = {f"state.{name}": array for name, array in training._state.state_dict().items()}
-    save(directory, STATE_NAME, tensors, {"ledger": {}, "global_step": 4})
-    (directory / "optimizer.pt").write_text("not to be uploaded")
+    record_synthetic_run(directory, SyntheticTraining(num_prompts=20, groups_per_batch=5), generations=4)
     return directory
-
-
-def run_against(server, directory: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess:
-    """Run Python with an endpoint as its Hub, in a process of its own: the client reads its endpoint when imported."""
-    environment = {
-        "HF_ENDPOINT": server.endpoint,
-        "HF_HOME": str(directory / "cache"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "WANDB_MODE": "disabled",  # transformers prints a line where it is offline
-        "PYTHONPATH": os.pathsep.join(
-            os.path.abspath(folder) for folder in (os.path.dirname(__file__), *sys.path) if folder
-        ),
-    }
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
 
 
 PUSHING_RUN = """
@@ -147,11 +169,17 @@ print(int(trainer.prompt_state["visits"].sum()), int(second.prompt_state["visits
 
 
 @pytest.mark.slow
-def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_state(tmp_path):
+def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_state(tmp_path, server):
     (tmp_path / "push.py").write_text(PUSHING_RUN)
-    with serve(tmp_path / "server") as server:
-        result = run_against(server, tmp_path, str(tmp_path / "push.py"), str(tmp_path / "run"))
-    assert result.returncode == 0, result.stderr[-4000:]
+    environment = {
+        "HF_ENDPOINT": server.endpoint,  # which the client reads when it is imported, so in a process of its own
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "WANDB_MODE": "disabled",  # transformers prints a line where it is offline
+        "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
+    }
+    result = run_to_end([sys.executable, tmp_path / "push.py", tmp_path / "run"], timeout=240, env=environment)
     assert server.tokens == {"Bearer hf_secret"}
     assert result.stdout.splitlines()[-2:] == ["3", "9 12"]  # three batches of three prompts, and one more
     assert server.private == {"me/model": True, "me/model-run": True}

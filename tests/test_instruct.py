@@ -177,6 +177,22 @@ def test_nothing_that_resembles_what_is_known_is_admitted():
     assert +writer.rejected == {KNOWN: 4, "too short": 1, UNREAD: 1}
 
 
+def test_the_parents_of_a_problem_are_what_its_request_showed():
+    shown = {}
+
+    def ask(requests, decoding):
+        assert len({request.seed(decoding) for request in requests}) == 3
+        for request in reversed(requests):  # answers arrive in any order
+            shown[request.sample] = [text for text in PLAIN if text in request.problem.prompt[-1]["content"]]
+            words = " ".join(f"{'xyz'[request.sample]}{letter}" for letter in "abcdefgh")
+            yield request, Output(f"<question>How many {words} are there?</question>", 9, False)
+
+    found = Writer(SelfPlaySettings(examples=2, own=0, requests=3), Seeds(PLAIN)).write(3, [], ask)
+    assert [problem.text[9:11] for problem in found] == ["xa", "ya", "za"]
+    for place, problem in enumerate(found):
+        assert sorted(problem.parents.split()) == sorted(map(id_in_words, shown[place]))
+
+
 def test_seeds_that_cannot_be_used_are_refused():
     with pytest.raises(InstructError, match=r"shows 8 .* 1 of 2 seeds can be shown \(1 figure\)"):
         Writer(SelfPlaySettings(), Seeds(("What is 2 + 3?", "In the diagram, find the length of $AB$.")))

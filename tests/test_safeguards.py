@@ -109,7 +109,7 @@ def test_a_constant_policy_is_stopped_and_a_resumed_run_stops_there_too(tmp_path
 
 
 def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
-    trainer = probe_run.make(tmp_path, probe_run.boxed_rollouts)
+    trainer = probe_run.make(tmp_path, votes_run.boxed_rollouts)
     trainer.train()
     assert trainer.state.global_step == 8
     assert len(trainer.vote_history.shares) == 8

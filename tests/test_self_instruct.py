@@ -1,10 +1,8 @@
-"""Self-instruction without a training: rounds that admit new problems only, and a recipe whose generator writes."""
+"""Self-instruction by a recipe: what it begins with, and a training on what its generator writes."""
 
 import json
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import yaml
 
@@ -15,42 +13,11 @@ from lze_trl.job.parts import make_instruction
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run as train
 from lze_trl.memory.identity import prompt_id
-from lze_trl.selfplay.overlap import OverlapIndex
-from lze_trl.selfplay.writer import KNOWN, UNREAD, Seeds, Writer, id_in_words
-from lze_trl.servers.client import Output
-from lze_trl.settings import SelfPlaySettings
 
 
 NOUNS = ["apples", "boats", "cats", "dogs", "eggs", "forks", "goats", "hats", "jars", "kites", "lamps", "maps"]
 PLACES = ["in the garden", "by the river", "at school", "on a ship", "under the old bridge", "near a small hill"]
-WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "nu") for b in ("bin", "dor", "fam", "gul", "hep", "jik")]
 SEEDS = tuple(f"Ann counts {i} {noun}. How many {noun} are {i * i} times as many?" for i, noun in enumerate(NOUNS))
-SETTINGS = SelfPlaySettings(examples=4, own=2, requests=6, max_rounds=3)
-
-
-def author(requests, decoding):
-    """Writes by the seed of each request alone, in an order of its own."""
-    for request in sorted(requests, key=lambda request: request.seed(decoding)):
-        number = request.seed(decoding)
-        words = random.Random(number).sample(WORDS, 9) if number % 4 else WORDS[:9]  # one in four is the same
-        text = f"How many {' '.join(words)} are there?"
-        yield request, Output(("<question>" + text + "</question>") * (number % 5 > 0), 9, False)
-
-
-def test_problems_are_new_and_become_exemplars():
-    writer, own = Writer(SETTINGS, Seeds(SEEDS), seed=5), []
-    for _ in range(4):
-        own += (found := writer.write(3, [problem.text for problem in own], author))
-        assert len(found) >= 3
-    # No two alike, and none like a seed
-    texts = [problem.text for problem in own]
-    assert (OverlapIndex().among(texts) - np.eye(len(texts))).max() <= 0.7
-    assert OverlapIndex(SEEDS).nearest(texts).max() <= 0.7
-    assert writer.rejected[KNOWN] and writer.rejected[UNREAD]
-    names = [id_in_words(text) for text in texts]
-    parents = [problem.parents.split() for problem in own]
-    assert all(len(of) == 4 and not set(of) & set(names[row:]) for row, of in enumerate(parents))
-    assert any(set(of) & set(names) for of in parents)
 
 
 def sums(exemplars, rng):

@@ -53,7 +53,7 @@ def same(one, other):
 
 def test_a_pool_is_saved_and_read_whole():
     pool = PromptPool(lambda text: f"{text} Box it.", ["solution", "source"])
-    assert (len(pool), len(pool.proved)) == (0, 0)
+    assert len(pool) == 0
     pool.add([NewProblem("Fünf $\\alpha$?", "a b", 0.25), NewProblem("", "", 0.0)], 4)
     pool.observe(pool.prompt_ids[[1]], np.array([True]))
     pool.add([NewProblem("A\nB?", "c", 0.5)], 5)
@@ -65,7 +65,7 @@ def test_a_pool_is_saved_and_read_whole():
     assert pool.rows.equals(other.rows) and (pool.rows.dtypes == other.rows.dtypes).all()
     rows = other.rows.reset_index(drop=True)
     assert rows[["parents", "birth", "visits"]].values.tolist() == [["a b", 4, 0], ["", 4, 1], ["c", 5, 0]]
-    assert other.proved["text"].tolist() == [""]
+    assert other.rows["alive"].tolist() == [False, True, False]
     own = {"problem_id": id_in_words("A\nB?"), "parents": "c", "overlap": 0.5, "written_in_batch": 5}
     columns = {"solution": None, "source": "self-instruct"}
     assert pool.__getitems__([2]) == [

@@ -194,6 +194,10 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
             {"self_play": {"instruct": True, "template": "serll"}},
             "`template` must be one of .*'serl'.* got 'serll'",
         ),
+        (
+            {"self_play": {"advantage_statistics": "drawn"}},
+            "no setting 'advantage_statistics' here. Leave it out: groups",
+        ),
         ({"self_play": True}, "`self_play` must be a mapping of settings to values, got True"),
     ],
 )

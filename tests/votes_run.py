@@ -121,7 +121,7 @@ def parity_reward(completions, **kwargs):
     return [float(text.strip(BOX + CLOSE)[-1] in "13579") for text in completions]
 
 
-def train(directory: Path, name: str, settings: dict, resume: str | None = None) -> VotingTrainer:
+def train(directory: Path, name: str, settings: dict) -> VotingTrainer:
     """Train by the majority reward, with another one beside it that does not count."""
     world, settings = int(os.environ.get("WORLD_SIZE", "1")), dict(settings)
     rows, sizes = settings.pop("rows") // world, settings.pop("sizes", None)
@@ -135,7 +135,7 @@ def train(directory: Path, name: str, settings: dict, resume: str | None = None)
         train_dataset=tiny.prompts(11).remove_columns("solution"),
         **own,
     )
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return trainer
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -12,55 +11,39 @@ from ..rewards.limit import GradingTimeout
 from .prompts import load_prompts
 
 
-COUNTS = {
-    "rows": "",
+MEANINGS = {
     "repeated": "rows that repeat the prompt and the gold answer of an earlier row",
     "shared": "rows that also occur in a dataset above",
     "none": "no gold answer, or one that names no option",
     "unread": "gold answers that cannot be read, or do not equal themselves when a completion boxes them",
+    "prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt",
 }
-"""What is counted, and what it means."""
+"""What is counted beside the rows, and what it means."""
 
 _MOST_EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 60
 
 
-@dataclass(frozen=True)
-class Audit:
-    """What one dataset holds."""
-
-    source: str
-    description: str  # what was read from which column
-    counts: dict[str, int]  # numbers of rows, by the keys of `COUNTS`
-    unread: list[str]  # a few gold answers that cannot be read
-    prompt_characters: list[int]  # shortest, median, 95th percentile and longest prompt
-
-
-def audit(references: list[str], **kwargs) -> list[Audit]:
-    """Read datasets by [`load_prompts`], as a training run would, and count."""
-    entries: list[Audit] = []
-    seen: set[int] = set()
+def audit(references: list[str], **kwargs) -> tuple[pd.DataFrame, list[str]]:
+    """
+    Read datasets by [`load_prompts`], as a training run would. Returns the counts, a row for each dataset, and notes: what was
+    read from which column, and a few gold answers that cannot be read.
+    """
+    rows, notes, seen = [], list[str](), set[int]()
     for reference in references:
         dataset = load_prompts(reference, **kwargs)
-        ids, prompts = list(dataset["prompt_id"]), list(dataset["prompt"])
-        texts = [
-            prompt if isinstance(prompt, str) else "".join(turn["content"] for turn in prompt) for prompt in prompts
-        ]
+        ids, source, prompts = list(dataset["prompt_id"]), dataset["source"][0], list(dataset["prompt"])
         golds = Counter(dataset["solution"])
-        none = golds.pop(None, 0)
+        counts = {"dataset": source, "rows": len(ids), "repeated": len(ids) - len(set(ids))}
+        counts |= {"shared": sum(value in seen for value in ids), "none": golds.pop(None, 0)}
         unread = [gold for gold in golds if not _can_be_scored(gold)]
-        counts = {
-            "rows": len(ids),
-            "repeated": len(ids) - len(set(ids)),
-            "shared": sum(value in seen for value in ids),
-            "none": none,
-            "unread": sum(golds[gold] for gold in unread),
-        }
+        texts = [text if isinstance(text, str) else "".join(turn["content"] for turn in text) for text in prompts]
         lengths = np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist()
-        about = dataset["source"][0], dataset.info.description
-        entries.append(Audit(*about, counts, unread[:_MOST_EXAMPLES], lengths))
+        rows.append(counts | {"unread": sum(golds[gold] for gold in unread), "prompt": "/".join(map(str, lengths))})
+        notes.append(f"{source}: {dataset.info.description}")
+        notes += [f"{source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in unread[:_MOST_EXAMPLES]]
         seen.update(ids)
-    return entries
+    return pd.DataFrame(rows), notes
 
 
 def _can_be_scored(gold: str) -> bool:
@@ -69,16 +52,3 @@ def _can_be_scored(gold: str) -> bool:
         answer, boxed = read_gold(gold), read_answer(f"The result is $\\boxed{{{gold}}}$.")
         return answer is not None and boxed is not None and equal(answer, boxed)
     return False
-
-
-def render(entries: list[Audit]) -> str:
-    """A plain-text table, what was read from which column, and gold answers that cannot be scored."""
-    rows, notes = [], []
-    for entry in entries:
-        counts = {name: f"{count:,}" for name, count in entry.counts.items()}
-        rows.append({"dataset": entry.source, **counts, "prompt": "/".join(map(str, entry.prompt_characters))})
-        notes.append(f"{entry.source}: {entry.description}")
-        notes += [f"{entry.source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in entry.unread]
-    legend = COUNTS | {"prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt"}
-    meanings = [f"{name:<9}  {meaning}" for name, meaning in legend.items() if meaning]
-    return "\n".join([pd.DataFrame(rows).to_string(index=False), "", *meanings, "", *notes])

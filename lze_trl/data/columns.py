@@ -64,22 +64,22 @@ class Columns:
         before = [
             text for name in self.contexts if (text := str(at(row, name) or "").strip()) and text not in question
         ]
-        lettered = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, self._texts(row), strict=False)]
+        lettered = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, self._options(row)[1], strict=False)]
         whole = "\n".join(["\n\n".join([*before, question]), *lettered])
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
         return [*plain[:-1], {**plain[-1], "content": whole}]
 
-    def gold(self, row: dict[str, Any]) -> tuple[str | None, str | None]:
-        """The gold answer of a row, the letter of the right option where there are options; and its worked solution."""
+    def gold(self, row: dict[str, Any]) -> str | None:
+        """The gold answer of a row, the letter of the right option where there are options."""
         text = self._answer_text(row)
         final = None if text is None else _final(text) or (None if self._worked else text)
         if final is not None and "body" in map(str.lower, self.contexts):
             final = re.sub(r"(?<=\d)\s+\([A-Za-z][^()]*\)$", "", final)  # ASDiv writes "9 (apples)"
-        worked = text if text != final else at(row, "solution") if self.answer != "solution" else None
-        if final is not None and (texts := self._texts(row)):
-            place = _place(self._reading, final, self._labels(row), texts)
+        labels, texts = self._options(row)
+        if final is not None and texts:
+            place = _place(self._reading, final, labels, texts)
             final = None if place is None else ascii_uppercase[place]
-        return final, worked if isinstance(worked, str) else None
+        return final
 
     def _answer_text(self, row: dict[str, Any]) -> str | None:
         if self.answer is None:
@@ -92,39 +92,34 @@ class Columns:
         except TypeError as error:
             raise DataError(f"{self.source!r}, column {self.answer!r}: {error} {advice('answer_column')}") from error
 
-    def _texts(self, row: dict[str, Any]) -> list[str]:
-        """Texts of the options of a row."""
-        value = at(row, self.options) if self.options else None
-        value = value.get("text", []) if isinstance(value, dict) else value or []
+    def _options(self, row: dict[str, Any]) -> tuple[list[str], list[str]]:
+        """Labels and texts of the options of a row."""
+        value, labels = (at(row, self.options) if self.options else None) or [], None
+        if isinstance(value, dict):
+            value, labels = value.get("text", []), value.get("label")
         if isinstance(value, str) or len(value) > len(ascii_uppercase):
             raise DataError(
                 f"{self.source!r}, column {self.options!r}: options must be a list of at most {len(ascii_uppercase)} texts, got "
                 f"{str(value)[:80]!r}. {advice('option_column')}"
             )
-        return [str(option["text"] if isinstance(option, dict) else option) for option in value]
-
-    def _labels(self, row: dict[str, Any]) -> list[str]:
-        value = at(row, self.options) if self.options else None
-        labels = value.get("label") if isinstance(value, dict) else None
-        return [str(label) for label in labels] if labels else list(ascii_uppercase[: len(self._texts(row))])
+        texts = [str(option["text"] if isinstance(option, dict) else option) for option in value]
+        return [str(label) for label in labels or ascii_uppercase[: len(texts)]], texts
 
     def _best_reading(self) -> str:
         """How gold answers name the right option: by its label, its text or its number, whichever fits most of the first rows."""
         if not self.options:
             return "label"
-        golds = [(gold, row) for row in self._first if (gold := self._answer_text(row)) and self._texts(row)]
+        rows = [(self._answer_text(row), *self._options(row)) for row in self._first]
+        golds = [(gold, labels, texts) for gold, labels, texts in rows if gold and texts]
         found = {
-            name: sum(
-                _place(name, _final(gold) or gold, self._labels(row), self._texts(row)) is not None
-                for gold, row in golds
-            )
+            name: sum(_place(name, _final(gold) or gold, *options) is not None for gold, *options in golds)
             for name in ("label", "text", "number")
         }
         best = max(found, key=lambda name: found[name])
         if 2 * found[best] < len(golds):
             raise DataError(
                 f"{self.source!r} lists options in {self.options!r}, and most gold answers in {self.answer!r} name none of them, "
-                f"such as {golds[0][0]!r} for {self._texts(golds[0][1])}. {advice('answer_column')}"
+                f"such as {golds[0][0]!r} for {golds[0][2]}. {advice('answer_column')}"
             )
         return best
 

@@ -15,7 +15,7 @@ from .sources import GYM, DataError, load_table, parse_reference
 logger = logging.getLogger(__name__)
 
 _MESSAGES = List({"role": Value("string"), "content": Value("string")})
-_OWN = ("prompt", "solution", "reference_solution", "prompt_id", "source")
+_OWN = ("prompt", "solution", "prompt_id", "source")
 _RENAMED = {"type": "subject", "source": "original_source"}
 
 
@@ -56,8 +56,6 @@ class PromptStyle:
 def load_prompts(
     reference: str,
     *,
-    split: str | None = None,
-    config: str | None = None,
     system_prompt: str | None = None,
     prompt_suffix: str | None = None,
     conversational: bool = True,
@@ -73,12 +71,10 @@ def load_prompts(
 
     Args:
         reference (`str`):
-            Hub id (`openai/gsm8k?config=main`), path of a .jsonl, .json, .parquet or .csv file or of a folder, or
-            `reasoning_gym:TASK?key=value`, see [`~lze_trl.data.gym.load_gym`]. What it says itself wins over `split` and `config`.
-        split (`str`, *optional*):
-            Split, or a slice such as `train[:100]`. Defaults to `train`, or to the only split.
-        config (`str`, *optional*):
-            Configuration. Defaults to the one called `default` or `main`, or else to all of them, one after the other.
+            Hub id, path of a .jsonl, .json, .parquet or .csv file or of a folder, or `reasoning_gym:TASK?key=value`, see
+            [`~lze_trl.data.gym.load_gym`]. Behind it, `?config=…&split=…&revision=…` may say which rows: of a split, or a slice
+            such as `train[:100]`, by default of `train` or of the only split; of a configuration, by default of the one called
+            `default` or `main`, or else of all of them, one after the other.
         system_prompt (`str`, *optional*):
             System prompt of every conversation, in place of the dataset's own.
         prompt_suffix (`str`, *optional*):
@@ -99,8 +95,8 @@ def load_prompts(
             Whether the dataset may lack gold answers, for rewards that need none.
 
     Returns:
-        `Dataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`, `source`,
-        `reference_solution` (worked solution or null) and the dataset's other columns of text, numbers and images.
+        `Dataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`, `source`, and the dataset's other
+        columns of text, numbers and images.
 
     Raises:
         DataError: The dataset cannot be found, reached, read or recognised; the message says what to do.
@@ -108,13 +104,10 @@ def load_prompts(
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
-    if reference.startswith(GYM):
-        label, table = reference.partition("?")[0], load_gym(reference)
-    else:
-        parsed = parse_reference(reference, config=config, split=split)
-        label, table = parsed.label, load_table(parsed)
+    parsed = parse_reference(reference)
+    table = load_gym(reference) if reference.startswith(GYM) else load_table(parsed)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
-    columns = Columns(table, label, given | {"context_columns": context_columns}, unlabelled)
+    columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled)
     if limit is not None:
         table = table.select(range(min(limit, len(table))))
     return _converted(table, columns, style)
@@ -125,8 +118,6 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     Load several sets by [`load_prompts`], one after the other; the column `source` says where each row is from. A column that has
     different types becomes text.
     """
-    if not references:
-        raise DataError("No dataset is given. Name at least one, such as 'openai/gsm8k?config=main'.")
     tables = [load_prompts(reference, **kwargs) for reference in references]
     features: dict[str, Any] = {}
     for table in tables:
@@ -142,17 +133,16 @@ def _converted(table: Dataset, columns: Columns, style: PromptStyle) -> Dataset:
         old: _RENAMED.get(old, old)
         for old, feature in features.items()
         if isinstance(feature, (Value, Image)) or old == "images"
-        if old not in (columns.prompt, columns.answer, *_OWN[:4]) and _RENAMED.get(old, old) not in _OWN
+        if old not in (columns.prompt, columns.answer, *_OWN[:3]) and _RENAMED.get(old, old) not in _OWN
     }
     text = Value("string")
     result: dict[str, Any] = {"prompt": _MESSAGES if style.conversational else text, "solution": text}
-    result |= {"reference_solution": text, "prompt_id": Value("int64"), "source": text}
-    result |= {new: features[old] for old, new in kept.items()}
+    result |= {"prompt_id": Value("int64"), "source": text} | {new: features[old] for old, new in kept.items()}
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
-        prompt, (gold, worked) = style.write(columns.problem(row), columns.source), columns.gold(row)
-        made = {"prompt": prompt, "solution": gold, "reference_solution": worked, "prompt_id": prompt_id(prompt, gold)}
-        return made | {"source": columns.source} | {new: row[old] for old, new in kept.items()}
+        prompt, gold = style.write(columns.problem(row), columns.source), columns.gold(row)
+        made = {"prompt": prompt, "solution": gold, "prompt_id": prompt_id(prompt, gold), "source": columns.source}
+        return made | {new: row[old] for old, new in kept.items()}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:
         given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]

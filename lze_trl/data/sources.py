@@ -35,22 +35,20 @@ class Reference:
     @property
     def label(self) -> str:
         """Short name, for the `source` column and for messages."""
-        return "/".join(Path(self.path).parts[-2:])
+        return "/".join(Path(self.path.partition("?")[0]).parts[-2:])
 
 
-def parse_reference(text: str, config: str | None = None, split: str | None = None) -> Reference:
+def parse_reference(text: str) -> Reference:
     """
     Read a reference: a Hub id, the address of a dataset on the Hub, or a path, each perhaps followed by
-    `?config=…&split=…&revision=…`, which wins over `config` and `split`. Raises [`DataError`] for other settings, and for local
-    paths that do not exist.
+    `?config=…&split=…&revision=…`. Raises [`DataError`] for other settings, and for local paths that do not exist.
     """
     if text.startswith(GYM):
         return Reference(text, is_local=True)
     body, _, query = text.strip().partition("?")
-    settings = {"config": config, "split": split, "revision": None}
-    given = dict(parse_qsl(query))
-    if unknown := set(given) - set(settings):
-        raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {[*settings]}.")
+    given, known = dict(parse_qsl(query)), ("config", "split", "revision")
+    if unknown := set(given) - set(known):
+        raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {[*known]}.")
     path = _HUB.sub("", body).rstrip("/") if "://" in body else body
     local, is_local = Path(path).expanduser(), "://" in path
     if path and local.exists():
@@ -60,7 +58,7 @@ def parse_reference(text: str, config: str | None = None, split: str | None = No
             f"There is no file or folder {path!r}. Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl, "
             ".json, .parquet or .csv file or of a folder, or `reasoning_gym:TASK`."
         )
-    return Reference(path, is_local, **settings | given)
+    return Reference(path, is_local, **given)
 
 
 def load_table(reference: Reference) -> Dataset:
@@ -83,8 +81,8 @@ def load_table(reference: Reference) -> Dataset:
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
         raise DataError(
-            f"{name} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())} Check the name, `config` and `split`, log "
-            "in with `hf auth login` if it is private, and make sure that files are complete, have rows, the same columns, and are "
+            f"{name} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())} Check the name, `?config=…` and `?split=…`, "
+            "log in with `hf auth login` if it is private, and make sure that files are complete, have rows, the same columns, and are "
             f"what their names say ({', '.join(FILE_FORMATS)})."
         ) from error
 
@@ -94,7 +92,7 @@ def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
         return loaded
     split = split or ("train" if len(loaded) > 1 else next(iter(loaded)))
     if split not in loaded:
-        raise DataError(f"{name} has the splits {sorted(loaded)} and none is called {split!r}. Name one with `split`.")
+        raise DataError(f"{name} has the splits {sorted(loaded)} and none is called {split!r}. Name one: `?split=…`.")
     return loaded[split]
 
 

@@ -93,7 +93,6 @@ class Probe(TaskEvaluation):
 
     def __init__(self, trainer: Any, evaluation: Evaluation, every: int):
         super().__init__(trainer, evaluation, every)
-        self._accuracy = math.nan  # of the last probe
         self.history = trainer.vote_history
         trainer.args.load_best_model_at_end = True
 
@@ -105,8 +104,8 @@ class Probe(TaskEvaluation):
         last = state.global_step == state.max_steps
         if state.global_step % self.every == 0 or last:
             self._evaluate(args, state)
-            if self.history.best == (state.global_step, self._accuracy):
-                state.best_metric, state.best_global_step = self._accuracy, state.global_step
+            if (best := self.history.best) is not None and best[0] == state.global_step:
+                state.best_global_step, state.best_metric = best
                 state.best_model_checkpoint = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
                 control.should_save = True
         if not last and self._stops():
@@ -122,9 +121,9 @@ class Probe(TaskEvaluation):
         results = super()._evaluate(args, state)
         told: list[Any] = [results and _pooled(results)]
         broadcast_object_list(told)
-        self._accuracy, error = told[0]
-        self.history.add_probe(state.global_step, self._accuracy, error)
-        logged = {"probe/accuracy": self._accuracy, "probe/gap": self.history.gaps[-1]}
+        accuracy, error = told[0]
+        self.history.add_probe(state.global_step, accuracy, error)
+        logged = {"probe/accuracy": accuracy, "probe/gap": self.history.gaps[-1]}
         self._log({name: value for name, value in logged.items() if math.isfinite(value)})
         return results
 

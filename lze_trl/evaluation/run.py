@@ -2,11 +2,12 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from tqdm.auto import tqdm
 
 from ..files import write_atomically
@@ -111,30 +112,20 @@ def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, 
     Values of the problems by metric, from the samples that have a score, and counts of all samples. Raises [`EvaluationError`]
     if none has a score.
     """
-    by_problem: dict[str, list[Any]] = defaultdict(list)
-    for sample in samples:
-        if sample.reward is not None:
-            by_problem[sample.id].append(sample)
-    groups = list(by_problem.values())
-    if not groups:
+    table = pd.DataFrame(samples)
+    scored = table.dropna(subset="reward")
+    if scored.empty:
         raise EvaluationError("No sample has a score: the gold answers cannot be read. See `lze-trl data`.")
-    n = 1 + max(sample.sample for sample in samples)
-    metrics = {f"avg@{n}": [_mean(sample.reward for sample in group) for group in groups]}
+    groups = [(group["reward"].to_numpy(), group["answer"]) for _, group in scored.groupby("id", sort=False)]
+    n = 1 + table["sample"].max()
+    metrics = {f"avg@{n}": [float(rewards.mean()) for rewards, _ in groups]}
     if n > 1:
-        for k in sorted({*(2**power for power in range(1, n.bit_length())), n}):  # pass@1 is avg@k
-            metrics[f"pass@{k}"] = [
-                pass_at_k(len(group), sum(sample.reward > PASS for sample in group), k)
-                for group in groups
-                if len(group) >= k
-            ]
-        metrics[f"maj@{n}"] = [
-            majority([sample.reward for sample in group], [sample.answer for sample in group]) for group in groups
-        ]
-    counts = {
-        "unscored": sum(sample.reward is None for sample in samples),
-        "truncated": _mean(sample.truncated for sample in samples),
-        "mean_tokens": _mean(sample.tokens for sample in samples),
-    }
+        passes = [(len(rewards), int((rewards > PASS).sum())) for rewards, _ in groups]
+        for k in sorted({*(2**power for power in range(1, int(n).bit_length())), n}):  # pass@1 is avg@k
+            metrics[f"pass@{k}"] = [pass_at_k(count, passed, k) for count, passed in passes if count >= k]
+        metrics[f"maj@{n}"] = [majority(rewards, answers) for rewards, answers in groups]
+    counts = {"unscored": len(table) - len(scored), "truncated": float(table["truncated"].mean())}
+    counts |= {"mean_tokens": float(table["tokens"].mean())}
     return {metric: values for metric, values in metrics.items() if values}, counts
 
 
@@ -151,8 +142,3 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
     )
     return value, answers[0] if answers else text.strip()
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)

@@ -5,7 +5,7 @@ Problems are what varies: a further sample of the same problem makes its own mea
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ def pass_at_k(samples: int, passes: int, k: int) -> float:
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
-def majority(rewards: Sequence[float], answers: Sequence[str]) -> float:
+def majority(rewards: Sequence[float] | np.ndarray, answers: Iterable[str]) -> float:
     """
     What the most frequent answer is worth, which is the mean reward of its samples; several that are the most frequent are worth
     their mean. Answers are the same by [`~lze_trl.rewards.majority.answer_classes`]; `""` has no vote.

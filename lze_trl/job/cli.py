@@ -65,9 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         train(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
 
     data = add(_data)
-    data("references", metavar="DATASET", nargs="+", help="Hub id or local file")
-    data("--split", help="default: train, or the only one")
-    data("--config", help="configuration on the Hub")
+    data("references", metavar="DATASET", nargs="+", help="Hub id, which ?config=…&split=… may follow, or local file")
     data("--limit", type=at_least_one, help="number of rows to read")
     data("--prompt_column", metavar="COLUMN", help="problem, where it is not recognised")
     data("--answer_column", metavar="COLUMN", help="gold answer, where it is not recognised")
@@ -152,11 +150,12 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
 
 def _data(namespace: argparse.Namespace, flags: list[str]):
     """Read data sets as training would, and count duplicates and unreadable answers."""
-    from ..data.audit import audit, render
+    from ..data.audit import MEANINGS, audit
 
     settings = {name: value for name, value in vars(namespace).items() if name not in ("command", "references")}
-    entries = audit(namespace.references, **settings)
-    sys.stdout.write(f"{render(entries)}\n")
+    table, notes = audit(namespace.references, **settings)
+    meanings = [f"{name:<9}  {meaning}" for name, meaning in MEANINGS.items()]
+    sys.stdout.write("\n".join([table.to_string(index=False), "", *meanings, "", *notes, ""]))
 
 
 def _app(namespace: argparse.Namespace, flags: list[str]):

@@ -68,6 +68,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     if held_out is not None:
         facts["held-out prompts"] = f"{len(held_out):,}"
     if script_args.eval_tasks:
-        tasks = make_evaluation(script_args, args).tasks.items()
+        limit = script_args.eval_tasks_limit
+        tasks = make_evaluation(script_args, args, script_args.eval_tasks, limit=limit).tasks.items()
         facts["evaluation tasks"] = ", ".join(f"{name} ({len(of_it):,} problems)" for name, of_it in tasks)
     return facts

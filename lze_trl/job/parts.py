@@ -27,11 +27,11 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
     shared = {name: vars(args)[name] for name in ("system_prompt", "prompt_suffix", "conversational")}
     columns = ("prompt_column", "answer_column", "context_columns", "option_column")
     shared |= {name: vars(args)[f"dataset_{name}"] for name in columns}
-    of_train = {"split": args.dataset_split, "config": args.dataset_config, "limit": args.max_train_samples}
-    of_eval = {"split": args.eval_dataset_split, "config": args.eval_dataset_config, "limit": args.max_eval_samples}
     with training_args.main_process_first(desc="datasets"):
-        train = load_mixture(args.datasets, unlabelled=args.unlabelled, **of_train, **shared)
-        return train, load_mixture(args.eval_datasets, **of_eval, **shared) if args.eval_datasets else None
+        train = load_mixture(args.datasets, unlabelled=args.unlabelled, limit=args.max_train_samples, **shared)
+        if not args.eval_datasets:
+            return train, None
+        return train, load_mixture(args.eval_datasets, limit=args.max_eval_samples, **shared)
 
 
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
@@ -40,9 +40,10 @@ def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[A
     return instances([get_reward(name, *settings) for name in script_args.reward_funcs])
 
 
-def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Evaluation:
-    """The evaluation on `eval_tasks`, with the prompts, the reward and the decoding of the training."""
-    samples = script_args.eval_tasks_samples
+def make_evaluation(
+    script_args: LZEScriptArguments, args: LZEGRPOConfig, tasks: list[str], samples: int = 1, limit: int | None = None
+) -> Evaluation:
+    """An evaluation on tasks, with the prompts, the reward and the decoding of the training; of one sample, greedy."""
     sampling: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
     decoding = Decoding(
         **(sampling if samples > 1 else {}),
@@ -52,9 +53,8 @@ def make_evaluation(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Eva
         system_prompt=script_args.system_prompt,
         prompt_suffix=script_args.prompt_suffix or "",  # the recipe's prompts, not the task's own
     )
-    tasks = find_tasks(script_args.eval_tasks)
     with args.main_process_first(desc="tasks"):
-        problems = {task.name: load_problems(task, decoding, script_args.eval_tasks_limit) for task in tasks}
+        problems = {task.name: load_problems(task, decoding, limit) for task in find_tasks(tasks)}
     rewards = make_rewards(script_args, args)
     votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
     reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else rewards[0]

@@ -20,11 +20,8 @@ from . import RecipeError, near_names, read_recipe, user_errors
 
 def _flag(default: Any = None, help: str = "") -> Any:
     """A field with its help; a list is the default of a new list."""
-    return (
-        HfArg(default_factory=default.copy, help=help)
-        if isinstance(default, list)
-        else HfArg(default=default, help=help)
-    )
+    given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    return HfArg(**given, help=help)
 
 
 @dataclass
@@ -33,14 +30,10 @@ class LZEScriptArguments:
 
     datasets: list[str] = _flag(
         [],
-        "Training sets, mixed: Hub ids, Hub URLs, `hf://org/name?config=…&split=…` or local .jsonl, .json, .parquet or .csv.",
+        "Training sets, mixed: Hub ids, such as `openai/gsm8k?config=main&split=train`, or local .jsonl, .json, .parquet or .csv.",
     )
-    dataset_split: str | None = _flag(None, "Split of the training sets. Default: 'train' where there is one.")
-    dataset_config: str | None = _flag(None, "Configuration of the training sets on the Hub.")
     max_train_samples: int | None = _flag(None, "Number of prompts to read from each training set. Default: all.")
     eval_datasets: list[str] = _flag([], "Evaluation sets, held out from training.")
-    eval_dataset_split: str | None = _flag(None, "Split of the evaluation sets.")
-    eval_dataset_config: str | None = _flag(None, "Configuration of the evaluation sets on the Hub.")
     max_eval_samples: int | None = _flag(None, "Number of prompts to read from each evaluation set. Default: all.")
     eval_tasks: list[str] = _flag([], "Tasks of `lze-trl eval`, or .jsonl files, evaluated with the recipe's prompts.")
     eval_tasks_steps: int = _flag(

@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +42,12 @@ def build_trainer(
 ) -> LZEGRPOTrainer:
     """The trainer of a recipe."""
     trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
-    if script_args.eval_tasks:
-        evaluation = make_evaluation(script_args, training_args)
+    if tasks := script_args.eval_tasks:
+        settings = script_args.eval_tasks_samples, script_args.eval_tasks_limit
+        evaluation = make_evaluation(script_args, training_args, tasks, *settings)
         trainer.add_callback(TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps))
     if script_args.probe_datasets:
-        own: dict[str, Any] = {
-            "eval_tasks": script_args.probe_datasets,
-            "eval_tasks_samples": 1,
-            "eval_tasks_limit": None,
-        }
-        probe = make_evaluation(replace(script_args, **own), training_args)  # greedy, and on all problems
+        probe = make_evaluation(script_args, training_args, script_args.probe_datasets)
         refuse_shown(probe, trainer.train_dataset)
         trainer.add_callback(Probe(trainer, probe, script_args.probe_every))
     return trainer

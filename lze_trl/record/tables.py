@@ -48,7 +48,7 @@ COLUMNS = {
 _ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": "rewards"}
 # Other columns follow from these, or only serve the training
 _NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "chances", "confidence")
-_NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "unfiltered", "prompt_tokens", "owner", "place", "shuffled")
+_NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "prompt_tokens", "owner", "place", "shuffled")
 
 
 def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:

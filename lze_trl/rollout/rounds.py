@@ -207,13 +207,12 @@ class Rounds:
             seen.observe(judged["scores"])
             outcomes = seen.outcomes(judged["scores"])
         batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **judged)
-        counts_all = final and self.args.self_play["advantage_statistics"] == "drawn"
-        if counts_all or not (final or self.controller.draws_prompts):
+        if not (final or self.controller.draws_prompts):
             settled, *_ = settle(rewards, ballots, group, self.accelerator, final=False)
             counted = with_columns(per_func, settled)
             totals = total_rewards(counted, weights)
             totals[unsettled(counted, weights, list(rewards))] = torch.nan
-            batch = batch.with_rows(**{"unfiltered" if final else "signals": totals.double().numpy()})
+            batch = batch.with_rows(signals=totals.double().numpy())
         if not final:
             return batch
         for name, value in metrics.items():

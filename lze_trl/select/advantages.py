@@ -16,17 +16,17 @@ Estimator = Literal["grpo", "reinforce_plus_plus"]
 _SMALLEST_DEVIATION = 1e-4  # of REINFORCE++: σ² is at least 1e-8
 
 
-def normalised_over_tokens(values: np.ndarray, counted: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def normalised_over_tokens(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """
-    REINFORCE++: (x − μ)/max(σ, 1e-4) of every completion, with μ and σ over all tokens of the `counted` completions, each token
-    having the value of its completion: μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L for completions of L `tokens`. NaN is left out
-    and gives 0; all are 0 where the counted values do not differ.
+    REINFORCE++: (x − μ)/max(σ, 1e-4) of every completion, with μ and σ over all tokens, each having the value of its
+    completion: μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L for completions of L `tokens`. NaN is left out and gives 0; all are 0
+    where the values do not differ.
     """
-    some = ~np.isnan(counted) & (tokens > 0)
-    if not some.any() or np.ptp(counted[some]) == 0.0:  # their mean may differ from them in its last bit
+    some = ~np.isnan(values) & (tokens > 0)
+    if not some.any() or np.ptp(values[some]) == 0.0:  # their mean may differ from them in its last bit
         return np.zeros(len(values))
-    mean = np.average(counted[some], weights=tokens[some])
-    variance = np.average((counted[some] - mean) ** 2, weights=tokens[some])
+    mean = np.average(values[some], weights=tokens[some])
+    variance = np.average((values[some] - mean) ** 2, weights=tokens[some])
     return np.nan_to_num((values - mean) / max(np.sqrt(variance), _SMALLEST_DEVIATION), nan=0.0)
 
 

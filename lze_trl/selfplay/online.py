@@ -71,9 +71,10 @@ class OnlineInstruction:
         shared: list[Any] = [None]
         with nullcontext() if self.writer.generator else policy() as engine:
             if self._accelerator.is_main_process:
-                own, ask = self.pool.proved["text"].tolist(), engine.generate if engine else None
+                proved = self.pool.rows["text"][self.pool.rows["alive"]].tolist()
+                ask = engine.generate if engine else None
                 try:
-                    shared = [(self.writer.write(missing, own, ask), self.writer.rounds, self.writer.rejected)]
+                    shared = [(self.writer.write(missing, proved, ask), self.writer.rounds, self.writer.rejected)]
                 except InstructError as error:
                     shared = [error]
         broadcast_object_list(shared)

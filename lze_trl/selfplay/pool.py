@@ -50,11 +50,6 @@ class PromptPool:
         ]
 
     @property
-    def proved(self) -> pd.DataFrame:
-        """Problems whose last visit had a gradient."""
-        return self.rows[self.rows["alive"]]
-
-    @property
     def prompt_ids(self) -> np.ndarray:
         """Hash of each final prompt, which has no answer, shape `(n,)`."""
         return self.rows.index.to_numpy()
