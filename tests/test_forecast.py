@@ -382,3 +382,11 @@ def test_what_the_gate_would_have_saved(tmp_path):
         see(advice, outcomes, forecasts=np.array([0.9] * 2 + [0.05] * 6))
     # 8 first completions, and 3 more of each of the two that are foreseen: 14 of 32
     assert "at most 0.44 ×" in advice.lines()["gate"]
+
+
+def test_a_gate_without_log_probabilities_is_told(tmp_path):
+    for strategy, said in (("gate", {"logprobs"}), ("exact", set())):
+        advice = Advice(tiny.config(tmp_path, strategy=strategy), ["reward"])
+        for _ in range(PATIENCE):
+            see(advice, [[1, 0, 1, 0]] * 4, forecasts=0.9)  # of which no log-probabilities are known
+        assert set(advice.lines()) == said

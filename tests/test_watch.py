@@ -125,6 +125,21 @@ def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
     assert all(np.isnan(rollouts.logprobs).all() for rollouts in blind)
 
 
+def test_log_probs_of_a_rollout_func_win_over_those_that_were_watched(tmp_path):
+    def rollout(prompts, trainer):
+        ids = tiny.tokenizer()(prompts)["input_ids"]
+        completions = generate(trainer.model, prompts=ids)
+        own = [[-0.25] * len(row) for row in completions]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": own}
+
+    trainer, seen = tiny.make(tmp_path, trainer={"rollout_func": rollout}), []
+    visit = trainer.prompt_state.visit
+    trainer.prompt_state.visit = lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
+    trainer.train()
+    assert seen
+    assert all((rollouts.logprobs == -0.25 * rollouts.completion_tokens).all() for rollouts in seen)
+
+
 def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
     # Only digits may be sampled, by a method that the user has set on the model object
     model, seen = tiny.model(), []

@@ -45,7 +45,7 @@ class Advice:
     @property
     def _names(self) -> list[str]:
         of_funcs = [f"{kind}.{i}" for kind in ("low", "high", "without") for i in range(len(self.reward_names))]
-        return [*CAUSES, "dead", "cut_off_rows", "rate", "price", *of_funcs]
+        return [*CAUSES, "dead", "cut_off_rows", "rate", "price", "blind", *of_funcs]
 
     def see(self, batch: Batch, causes: np.ndarray, forecasts: np.ndarray, learning_rate: float):
         """
@@ -63,6 +63,7 @@ class Advice:
             "cut_off_rows": rows.mean(),
             "rate": learning_rate,
             "price": self._price(batch, forecasts),
+            "blind": np.isnan(batch.logprobs).all(),
             **{f"low.{i}": column.min(initial=np.inf) for i, column in enumerate(known)},
             **{f"high.{i}": column.max(initial=-np.inf) for i, column in enumerate(known)},
             **{f"without.{i}": np.mean(~differ(column, group, count)) for i, column in enumerate(others)},
@@ -142,6 +143,11 @@ class Advice:
             said["learning_rate"] = (
                 f"The learning rate was 0 in each of the last {batches}: no weight changes. Set `learning_rate`, and check the "
                 "warmup and the scheduler."
+            )
+        if self.args.controller == "gate" and table["blind"].all():
+            said["logprobs"] = (
+                f"The gate had no log-probabilities of the completions of the last {batches}: it judges by rewards alone, and saves less. "
+                "Let your `rollout_func` return `logprobs`."
             )
         if len(prices) and prices.mean() < _WORTH:
             said["gate"] = (
