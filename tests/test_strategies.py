@@ -12,7 +12,7 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.checks import prepare
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.plan.planners import SolvedPlanner
-from lze_trl.strategies import DEFAULT, REMOVED, REMOVED_STRATEGIES, STRATEGIES, settings_of
+from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from test_laws import distance, moved, train
 
 
@@ -135,6 +135,11 @@ def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
         parse_recipe(["--config", str(recipe)])
 
 
+def test_a_setting_of_a_block_says_so(tmp_path):
+    with pytest.raises(RecipeError, match=r"There is no setting `streak`.* of `planner_kwargs`"):
+        check_recipe(["--streak=1"])
+
+
 def test_grpo_is_trl_bit_for_bit_also_where_rows_repeat(tmp_path):
     # `test_laws.py` shows it for every loss and shape of batch
     rows = tiny.prompts(9).select([0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8])
@@ -161,25 +166,6 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path):
     resumed = LZEGRPOTrainer(spelled.model.name_or_path, tiny.even_length_reward, args, tiny.prompts(17))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumed.state.global_step == 3
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_setting_of_an_earlier_version_says_what_to_write(tmp_path, name):
-    message = f"`{name}`.* is no setting any more. {REMOVED[name].split(':')[0]}"
-    with pytest.raises(ValueError, match=message):
-        LZEGRPOConfig(str(tmp_path), **{name: 1})
-    with pytest.raises(RecipeError, match=message):
-        check_recipe([f"--{name}=1"])
-
-
-@pytest.mark.parametrize("name", REMOVED_STRATEGIES)
-def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
-    with pytest.raises(ValueError, match=f"There is no `strategy` '{name}' any more. Write `strategy: "):
-        tiny.config(tmp_path, strategy=name)
-    recipe = tmp_path / "old.yaml"
-    recipe.write_text(f"strategy: {name}\n")
-    with pytest.raises(RecipeError, match=f"There is no `strategy` '{name}' any more. Write `strategy: "):
-        parse_recipe([str(recipe)])
 
 
 @pytest.mark.parametrize(
