@@ -58,7 +58,6 @@ class GenerationStep:
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
         self._ready: Batch | None = None  # the next batch, finished before its time
-        self._keeps_ready = False  # whether a checkpoint holds one
 
     @property
     def mid_batch(self) -> bool:
@@ -86,10 +85,6 @@ class GenerationStep:
             if self.args.overlap == "one_step" and end < engine.max_steps:
                 self._start_next(engine)
 
-    def replace_passes(self, passes: Passes):
-        """Plan over another training set from the next batch on."""
-        self.passes = self.rounds.passes = passes
-
     def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
         """The plan of the next batch."""
         with self.ledger.timed("selection"):
@@ -97,7 +92,7 @@ class GenerationStep:
 
     def _start_next(self, engine: Engine):
         """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
-        pending = self.begin(self._plan([]), engine)
+        pending = self.rounds.begin(self._plan([]), engine, self.generation)
         if pending.request is not None:
             with self.ledger.timed("rollout"):
                 engine.start(pending.request, pending.ahead)
@@ -160,12 +155,8 @@ class GenerationStep:
                 self.passes.grow()
         plan = self._plan(inputs)
         with timed("rollout"):
-            pending = self.begin(plan, engine)
+            pending = self.rounds.begin(plan, engine, self.generation)
         return self.finish(pending, engine)
-
-    def begin(self, plan: Plan, engine: Engine) -> Pending:
-        """Ask for the first completions of a generation batch. Changes nothing that is remembered."""
-        return self.rounds.begin(plan, engine, self.generation)
 
     def finish(self, pending: Pending, engine: Engine) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
@@ -317,41 +308,24 @@ class GenerationStep:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and whether rows are saved apart, see [`row_parts`]."""
-        own = {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
-        return own | {"ready": self._ready is not None}
+        """Counters. Rows are saved apart, see [`rows_left`]."""
+        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
-        self.generation, self._in_use, self._keeps_ready = state["generation"], state["in_use"], state["ready"]
+        self.generation, self._in_use = state["generation"], state["in_use"]
         # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
         self.micro_step = state["micro_step"] if self._in_use else 0
         self.batch = self._ahead = self._ready = None
         self.window.reset()
 
-    @property
-    def holds_rows(self) -> bool:
-        """Whether a checkpoint of this moment holds completions: of a batch in use, or of the next one."""
-        return self.mid_batch or self._ready is not None
+    def rows_left(self) -> dict[str, Batch]:
+        """Batches whose rows are still to be trained on, none after most: the one in use, and the next one."""
+        batches = {"rows": self.batch if self._in_use else None, "ready": self._ready}
+        return {name: batch for name, batch in batches.items() if batch is not None}
 
-    def row_parts(self) -> dict[str, Any]:
-        """Parts with rows of this process that are still to be trained on, none after most batches."""
-        in_use = {"rows": Rows(self, "batch")} if self._in_use else {}
-        return in_use | ({"ready": Rows(self, "_ready")} if self._ready is not None or self._keeps_ready else {})
-
-
-@dataclass
-class Rows:
-    """A batch of a step that a checkpoint holds."""
-
-    step: GenerationStep
-    name: str
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rows of this process."""
-        return getattr(self.step, self.name).state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]):
-        """Continue with the batch."""
-        setattr(self.step, self.name, Batch.from_state(state, Layout.from_state, self.step.accelerator.device))
-        self.step._keeps_ready = False
+    def load_rows(self, states: dict[str, dict[str, Any]]):
+        """Continue with the batches of [`rows_left`]."""
+        for name, state in states.items():
+            batch = Batch.from_state(state, Layout.from_state, self.accelerator.device)
+            setattr(self, {"rows": "batch", "ready": "_ready"}[name], batch)

@@ -308,7 +308,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             )
         self.resolved = resolved
         self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
-        step.replace_passes(self.passes)
+        step.passes = step.rounds.passes = self.passes
         return dataset
 
     def _used_columns(self, dataset: Any) -> Any:
@@ -540,7 +540,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             source = resolve(self.args.state_from, STATE_FILES)
             state = self.prompt_state
             known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
-            store.load_parts(store.find_state(source), store.STATE_NAME, known)
+            store.load_parts(store.find_state(source), known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
         try:
@@ -575,8 +575,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         self.generation_step.drain(Engine(self))
-        if parts := self.generation_step.row_parts():
-            store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
+        if rows := self.generation_step.rows_left():
+            store.save(directory, self._rows_name, rows, {})
         self.generation_step.recorder.flush()  # a resumed run does not record it again
         if self.args.should_save:
             self._save_parts(directory)
@@ -585,10 +585,13 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _resume(self, checkpoint: str):
         """Our parts continue from a checkpoint."""
-        store.load_parts(checkpoint, store.STATE_NAME, self._parts)
-        if rows := self.generation_step.row_parts():
-            store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
+        if store.load_parts(checkpoint, self._parts)["mid_batch"]:
+            self.generation_step.load_rows(store.load(checkpoint, self._rows_name)[0])
         Engine(self).weights_changed()
+
+    @property
+    def _rows_name(self) -> str:
+        return f"{store.ROWS_NAME}_{self.accelerator.process_index}"
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -597,8 +600,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self.generation_step.parts() | servers
 
     def _save_parts(self, directory: str):
-        place = {"global_step": self.state.global_step, "mid_batch": self.generation_step.holds_rows}
-        store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
+        place = {"global_step": self.state.global_step, "mid_batch": bool(self.generation_step.rows_left())}
+        store.save(directory, store.STATE_NAME, self._parts, self._described | place)
 
     @property
     def _described(self) -> dict[str, Any]:

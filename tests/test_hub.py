@@ -80,8 +80,7 @@ def run_dir(tmp_path):
     directory = tmp_path / "my-run"
     training = SyntheticTraining(num_prompts=20, groups_per_batch=5)
     record_synthetic_run(directory, training, generations=4)
-    tensors = {f"state.{name}": array for name, array in training._state.state_dict().items()}
-    save(directory, STATE_NAME, tensors, {"ledger": {}, "global_step": 4})
+    save(directory, STATE_NAME, {"prompts": training._state}, {"global_step": 4})
     (directory / "optimizer.pt").write_text("not to be uploaded")
     return directory
 
