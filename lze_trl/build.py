@@ -51,7 +51,7 @@ def make_state(
         pruning_streak=planner.streak if isinstance(planner, SolvedPlanner) else 2,
         prune=pruning != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
-        alone=args.use_vllm and args.vllm_mode == "http",  # servers begin the next round of a group at once
+        alone=args.over_http,  # servers begin the next round of a group at once
         named_outcome=rule.named,
         recurring=recurring,
     )

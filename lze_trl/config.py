@@ -311,6 +311,11 @@ class LZEGRPOConfig(GRPOConfig):
             name: vars(plain)[name] for name in SETTING_BLOCKS
         }
 
+    @property
+    def over_http(self) -> bool:
+        """Whether vLLM servers over HTTP generate."""
+        return self.use_vllm and self.vllm_mode == "http"
+
     def make_selector(self) -> Selector:
         """The selector that the settings describe."""
         return make_selector(self.selector, self.selector_kwargs["gumbel_scale"])

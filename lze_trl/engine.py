@@ -200,7 +200,7 @@ class Engine:
 
         trainer = self._trainer
         with engine_of(trainer)() as engine:
-            if trainer.args.use_vllm and trainer.args.vllm_mode == "http":  # its servers have just got the weights
+            if self.over_http:  # its servers have just got the weights
                 trainer._last_loaded_step = trainer.state.global_step
             yield engine
 
@@ -216,7 +216,7 @@ class Engine:
     @property
     def over_http(self) -> bool:
         """Whether vLLM servers generate, which complete prompts one by one."""
-        return self._trainer.use_vllm and self._trainer.args.vllm_mode == "http"
+        return self._trainer.args.over_http
 
     @property
     def waits_for(self) -> str | None:

@@ -159,7 +159,6 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
                 "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
             )
-        checks.refuse_unfit_objects(selector=selector, controller=controller, planner=planner)
         reward_funcs = instances(reward_funcs)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         own_sampler = _override(type(self), "_get_train_sampler")
@@ -173,10 +172,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         ]
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
-        over_http = args.use_vllm and args.vllm_mode == "http"
         if isinstance(model, str):
             refuse_missing_model(model)
-        with without_vllm(args, hidden=over_http):
+        with without_vllm(args, hidden=args.over_http):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
@@ -191,7 +189,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         own_funcs: list[Any] = self.reward_funcs
         for i, func in group_rewards.items():
             own_funcs[i] = func
-        if over_http:
+        if args.over_http:
             from .servers.generation import HTTPGeneration
 
             tokenizer: Any = self.processing_class
@@ -596,7 +594,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def _parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process."""
-        servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
+        servers = {"servers": self.vllm_generation} if self.args.over_http else {}
         return self.generation_step.parts() | servers
 
     def _save_parts(self, directory: str):
