@@ -231,7 +231,9 @@ class GenerationStep:
         if even and (over_all or whole):
             counted = weights_of_full(slot, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
             if over_all:  # prompts that were skipped count as dead groups
-                counted = counted.scaled(args.generation_batch_size / drawn.num_rows)
+                factor = args.generation_batch_size / drawn.num_rows
+                norms = {name: getattr(counted, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
+                counted = counted.with_columns(**norms)
         elif over_all:
             mean_tokens = drawn.facts["mean_tokens"]
             counted = weights_of_part(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))

@@ -81,10 +81,6 @@ def _group_rewards(reward_funcs: list[Any]) -> dict[int, GroupReward]:
     return {i: func for i, func in enumerate(reward_funcs) if isinstance(func, GroupReward)}
 
 
-def _loss_by_trl(trainer: Any, *arguments: Any) -> torch.Tensor:
-    return super(LZEGRPOTrainer, trainer).compute_loss(*arguments)
-
-
 class LZEGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] that trains on the groups with the highest Learning-Zone Energy (arXiv 2605.17003) and skips
@@ -402,8 +398,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: rows and their entropies weigh what they weigh in the optimizer step, however they are packed
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(self.generation_step.window, _loss_by_trl, *arguments)
+
+        def by_trl(view: Any) -> torch.Tensor:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        return Engine(self).weighted_loss(self.generation_step.window, by_trl, inputs)
 
     # ---- Forecasts ----
 
