@@ -13,13 +13,6 @@ from lze_trl import LZEGRPOTrainer
 from tiny import history, make, run
 
 
-def test_metrics_of_the_whole_batch_keep_the_names_of_trl(tmp_path):
-    trainer = run(tmp_path, selection_ratio=0.3)
-    for name in ("reward", "rewards/even_length_reward/mean", "completions/mean_length", "frac_reward_zero_std"):
-        assert len(history(trainer, name)) == 3
-    assert history(trainer, "reward") == pytest.approx(history(trainer, "lze/pass_rate"))
-
-
 def ones(completions, **kwargs):
     return [1.0] * len(completions)
 
@@ -46,7 +39,7 @@ def test_completions_that_nothing_scores_leave_no_trace(tmp_path, scored):
         assert len(trainer.prompt_state) == 0
 
 
-def test_completions_are_logged_whole(tmp_path):
+def test_completions_and_metrics_are_those_of_the_whole_batch(tmp_path):
     trainer = run(tmp_path, log_completions=True, num_completions_to_print=1, selection_ratio=0.3)
     table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
     assert len(table) == 12
@@ -54,6 +47,9 @@ def test_completions_are_logged_whole(tmp_path):
     means = table.groupby("prompt")["even_length_reward"].transform("mean")
     assert np.allclose(np.sign(table["advantage"]), np.sign(table["even_length_reward"] - means))
     assert trainer.ledger.rows_trained < trainer.ledger.rows_rolled_out
+    for name in ("reward", "rewards/even_length_reward/mean", "completions/mean_length", "frac_reward_zero_std"):
+        assert len(history(trainer, name)) == 3
+    assert history(trainer, "reward") == pytest.approx(history(trainer, "lze/pass_rate"))
 
 
 @pytest.mark.parametrize(("pruning", "selector"), [("skip", "energy"), ("refill", "random")])

@@ -85,65 +85,34 @@ def train(*args, **kwargs) -> LZEGRPOTrainer:
 
 ACCUMULATED = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
 ITERATED = ACCUMULATED | {"num_iterations": 2}
-# Every loss type, way to scale rewards, set of reward functions and further setting of TRL, several in one training
+# Further settings of TRL and sets of reward functions, several in one training. `test_laws.py` has those of the loss
 SETTINGS = {
-    "KL": ([length], {"loss_type": "grpo", "beta": 0.1, "scale_rewards": True} | ACCUMULATED),
-    "off-policy mask": (
-        [length, letters],
-        {"loss_type": "dr_grpo", "off_policy_mask_threshold": 0.5, "reward_weights": [0.7, -0.3]} | ITERATED,
-    ),
     "clipped ratio, head in float32": (
         None,
         {"loss_type": "dapo", "delta": 2.0, "cast_lm_head_to_fp32": True, "scale_rewards": "batch"} | ITERATED,
     ),
-    "by sequence, async": (
-        [length, digits],
-        {"loss_type": "luspo", "importance_sampling_level": "sequence", "scale_rewards": "none"} | ITERATED,
-    ),
+    "weights, async, KL": ([length, digits], {"beta": 0.1, "reward_weights": [0.7, -0.3]} | ACCUMULATED),
     "sampling, padding": (
         [length, not_applicable],
         {
-            "loss_type": "sapo",
             "per_device_train_batch_size": 4,  # one group a batch
             "pad_to_multiple_of": 8,
             "top_p": 0.9,
             "top_k": 10,
             "min_p": 0.01,
             "repetition_penalty": 1.1,
-            "scale_rewards": "group",
         },
     ),
     "loader with workers, log of completions": (
         [sometimes, letters],
-        {"loss_type": "cispo", "dataloader_num_workers": 2, "log_completions": True, "num_completions_to_print": 1},
+        {"dataloader_num_workers": 2, "log_completions": True, "num_completions_to_print": 1},
     ),
     "float32, beams": (
         [letters, reward_model()],
         {
-            "loss_type": "vespo",
             "bf16": False,
             "gradient_checkpointing": False,
             "generation_kwargs": {"num_beams": 2, "length_penalty": -0.1},
-        },
-    ),
-    "several optimizer steps, entropy filter": (
-        [length, letters],
-        {
-            "per_device_train_batch_size": 6,
-            "steps_per_generation": 2,
-            "top_entropy_quantile": 0.2,
-            "multi_objective_aggregation": "normalize_then_sum",
-        },
-    ),
-    "small micro-batches, truncated completions masked": (
-        None,
-        {
-            "loss_type": "bnpo",
-            "per_device_train_batch_size": 3,
-            "gradient_accumulation_steps": 4,
-            "mask_truncated_completions": True,
-            "max_completion_length": 40,
-            "loss_normalizer": "all",
         },
     ),
 }
