@@ -99,27 +99,8 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
 
 def test_ids_of_qwen_become_those_of_the_stand_ins():
     encoder = tokenizer()
-    call = [
-        151657,
-        198,
-        4913,
-        606,
-        788,
-        330,
-        927,
-        411,
-        497,
-        330,
-        16370,
-        788,
-        5212,
-        1318,
-        788,
-        330,
-        6023,
-        95642,
-        151658,
-    ]
+    call = [151657, 198, 4913, 606, 788, 330, 927, 411, 497, 330, 16370, 788, 5212, 1318, 788]
+    call += [330, 6023, 95642, 151658]
     text = '<tool_call>\n{"name": "shout", "arguments": {"text": "hi"}}\n</tool_call>'
     assert encoder.decode([own_id(number) for number in call]) == text
     assert encoder.decode(encoder(text)["input_ids"]) == text
