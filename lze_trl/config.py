@@ -4,7 +4,6 @@ import math
 import re
 from copy import copy, deepcopy
 from dataclasses import MISSING, dataclass, field, fields
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from trl import GRPOConfig
@@ -279,10 +278,7 @@ class LZEGRPOConfig(GRPOConfig):
             if checked and own.name not in SETTING_BLOCKS:
                 check_value(own.name, getattr(self, own.name), hints[own.name])
         bounds = self.reward_range
-        if bounds is None:
-            return
-        numbers = len(bounds) == 2 and all(isinstance(end, Real) for end in bounds)
-        if not numbers or not -math.inf < bounds[0] < bounds[1] < math.inf:
+        if bounds is not None and not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
             raise ValueError(f"`reward_range` must be two increasing, finite numbers, got {bounds}.")
 
     def _fill_blocks(self, of_strategy: dict[str, Any]):

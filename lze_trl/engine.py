@@ -527,8 +527,9 @@ class Engine:
         loss of the `inputs` with a copy of the trainer. The window keeps the metrics for its end.
         """
         trainer = self._trainer
-        scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
-        rows, is_trls = inputs.pop("lze_rows"), inputs.pop("lze_by_trl")
+        scale, row_share, tokens, rows = (
+            inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens", "rows")
+        )
         weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
         earlier = {name: len(values) for name, values in self.metrics.items()}
         forward: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -563,7 +564,7 @@ class Engine:
                 del self.metrics[name]
         logged = {name: values for name, values in logged.items() if values}
         shares = {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation}
-        window.add(logged, weight, shares, is_trls)
+        window.add(logged, weight, shares)
         for name, values in logged.items():
             self.metrics[name] += values
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)

@@ -51,7 +51,7 @@ class GenerationStep:
     def __post_init__(self):
         self.generation = 0  # generation batches so far
         self.micro_step = 0  # calls of `training_step` so far
-        self.batch: Batch | None = None  # the last one, as it is trained on
+        self.batch: Any = None  # the last `Batch`, as it is trained on
         self.window = Window()  # the optimizer step under way
         self.votes = VoteHistory()
         self.advice = Advice(self.args, self.recorder.reward_names)
@@ -110,15 +110,9 @@ class GenerationStep:
         if self._ahead is not None:
             self._ready = self._next([], engine)
 
-    @property
-    def _made(self) -> Batch:
-        if self.batch is None:
-            raise RuntimeError("No generation batch has been made yet: call `prepare` first.")
-        return self.batch
-
     def has_rows(self) -> bool:
         """Whether this micro-step has rows."""
-        return self._made.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
+        return self.batch.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
 
     def micro_batch(self) -> dict[str, Any]:
         """Inputs of this micro-step; without rows, those of another one with weight 0."""
@@ -126,8 +120,9 @@ class GenerationStep:
             return dict(self.window.filler)
         args, rank = self.args, self.accelerator.process_index
         slot = self.micro_step % args.steps_per_generation
+        self.window.by_trl &= self.batch.layout.by_trl
         inputs = micro_batch(
-            self._made, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
+            self.batch, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
         )
         self.window.filler = filler_inputs(inputs)
         return inputs

@@ -31,7 +31,6 @@ from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
-from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
 from .rollout.guard import RewardError, RewardNotes, checked
@@ -75,10 +74,6 @@ def _write_report(run_dir: Path) -> Path:
     from .app.report import write_report
 
     return write_report(run_dir)
-
-
-def _group_rewards(reward_funcs: list[Any]) -> dict[int, GroupReward]:
-    return {i: func for i, func in enumerate(reward_funcs) if isinstance(func, GroupReward)}
 
 
 class LZEGRPOTrainer(GRPOTrainer):
@@ -161,10 +156,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         train_dataset, controller, self.resolved = checks.prepare(
             args, train_dataset, funcs, kwargs, planner, controller, own_sampler, selector
         )
-        group_rewards = _group_rewards(funcs)
         callables = [
-            reader(func, lambda ballots: None, (), True) if i in group_rewards else func
-            for i, func in enumerate(funcs)
+            reader(func, lambda ballots: None, (), True) if isinstance(func, GroupReward) else func for func in funcs
         ]
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
@@ -183,8 +176,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             if isinstance(callback, JITCheckpointCallback):
                 callback.__class__ = CheckpointAtStepEnd
         own_funcs: list[Any] = self.reward_funcs
-        for i, func in group_rewards.items():
-            own_funcs[i] = func
+        for i, func in enumerate(funcs):
+            if isinstance(func, GroupReward):
+                own_funcs[i] = func
         if args.over_http:
             from .servers.generation import HTTPGeneration
 
@@ -257,14 +251,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
 
     @property
-    def vote_history(self) -> VoteHistory:
-        """What was seen so far of votes and of a probe set."""
-        return self.generation_step.votes
-
-    @property
     def group_rewards(self) -> dict[int, GroupReward]:
         """Rewards of whole groups, by their column among all reward functions."""
-        return _group_rewards(self.reward_funcs)
+        return {i: func for i, func in enumerate(self.reward_funcs) if isinstance(func, GroupReward)}
 
     # ---- Data ----
 

@@ -21,19 +21,16 @@ class Window:
         self.real_steps = 0  # micro-steps so far that had rows
         self.seconds = 0.0  # so far
         self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
-        self._by_trl = True  # whether all micro-batches so far were TRL's own
+        self.by_trl = True  # whether all micro-batches so far were TRL's own
         self._logged: dict[str, list[float]] = defaultdict(list)  # as TRL logged it
         self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)  # value and weight of each micro-batch
         self._totals: dict[str, float] = defaultdict(float)  # losses
 
-    def add(
-        self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float], by_trl: bool
-    ):
+    def add(self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float]):
         """
         Take what TRL has logged of a micro-batch out of `logged`. `weight` says of how many tokens or rows a metric is the mean;
-        `shares` says what the micro-batch weighs in losses, by the name of their metrics; `by_trl`, that it is one of TRL's own.
+        `shares` says what the micro-batch weighs in losses, by the name of their metrics.
         """
-        self._by_trl &= by_trl
         for name in [name for name in logged if name != "entropy_coef"]:  # that is of the optimizer step
             values = logged.pop(name)
             self._logged[name] += values
@@ -49,7 +46,7 @@ class Window:
         micro-batches differ in size, so that TRL's mean over them would depend on the packing.
         """
         metrics: dict[str, list[float]] = {}
-        if self._by_trl:
+        if self.by_trl:
             metrics = self._logged
             self.reset()
             return metrics
