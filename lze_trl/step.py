@@ -66,7 +66,7 @@ class GenerationStep:
 
     def training_begins(self):
         """A training begins: forget the optimizer step and the generation batch in which one before it has ended."""
-        self.window.reset()
+        self.window = Window()
         self.batch, self.micro_step, self._in_use = None, 0, False
 
     @property
@@ -85,14 +85,16 @@ class GenerationStep:
             if self.args.overlap == "one_step" and end < engine.max_steps:
                 self._start_next(engine)
 
-    def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
-        """The plan of the next batch."""
+    def _begin(self, inputs: list[dict[str, Any]], engine: Engine) -> Pending:
+        """Plan the next batch, and ask for its first completions."""
         with self.ledger.timed("selection"):
-            return self.passes.plan(inputs, self.generation)
+            plan = self.passes.plan(inputs, self.generation)
+        with self.ledger.timed("rollout"):
+            return self.rounds.begin(plan, engine, self.generation)
 
     def _start_next(self, engine: Engine):
         """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
-        pending = self.rounds.begin(self._plan([]), engine, self.generation)
+        pending = self._begin([], engine)
         if pending.request is not None:
             with self.ledger.timed("rollout"):
                 engine.start(pending.request, pending.ahead)
@@ -137,21 +139,18 @@ class GenerationStep:
         ended = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)]}
         for name, values in {**ended, **self.window.close()}.items():
             engine.metrics[name] += values
+        self.window = Window()
 
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
-        timed = self.ledger.timed
         if self._ahead is not None:
             pending, self._ahead = self._ahead, None
             with engine.by_loaded_weights():
                 return self.finish(pending, engine)
         if self.instruction is not None and (missing := self.passes.missing):
-            with timed("rollout"):
+            with self.ledger.timed("rollout"):
                 self.instruction.restock(missing, self.generation, engine.policy)
                 self.passes.grow()
-        plan = self._plan(inputs)
-        with timed("rollout"):
-            pending = self.rounds.begin(plan, engine, self.generation)
-        return self.finish(pending, engine)
+        return self.finish(self._begin(inputs, engine), engine)
 
     def finish(self, pending: Pending, engine: Engine) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
@@ -314,7 +313,7 @@ class GenerationStep:
         # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
         self.micro_step = state["micro_step"] if self._in_use else 0
         self.batch = self._ahead = self._ready = None
-        self.window.reset()
+        self.window = Window()
 
     def rows_left(self) -> dict[str, Batch]:
         """Batches whose rows are still to be trained on, none after most: the one in use, and the next one."""

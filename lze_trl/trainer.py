@@ -31,6 +31,7 @@ from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
+from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
 from .rollout.guard import RewardError, RewardNotes, checked
@@ -251,9 +252,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
 
     @property
+    def vote_history(self) -> VoteHistory:
+        """What was seen so far of votes and of a probe set."""
+        return self.generation_step.votes
+
+    @property
     def group_rewards(self) -> dict[int, GroupReward]:
         """Rewards of whole groups, by their column among all reward functions."""
-        return {i: func for i, func in enumerate(self.reward_funcs) if isinstance(func, GroupReward)}
+        funcs: list[Any] = self.reward_funcs
+        return {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
 
     # ---- Data ----
 

@@ -105,15 +105,15 @@ def test_a_constant_policy_is_stopped_and_a_resumed_run_stops_there_too(tmp_path
         resumed = probe_run.make(tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / "run-1" / f"checkpoint-{checkpoint}"))
         assert resumed.state.global_step == 3
-        assert resumed.generation_step.votes == whole.generation_step.votes
+        assert resumed.vote_history == whole.vote_history
 
 
 def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
     trainer = probe_run.make(tmp_path, probe_run.boxed_rollouts)
     trainer.train()
     assert trainer.state.global_step == 8
-    assert len(trainer.generation_step.votes.shares) == 8
-    assert [probe[:2] for probe in trainer.generation_step.votes.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
+    assert len(trainer.vote_history.shares) == 8
+    assert [probe[:2] for probe in trainer.vote_history.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
     logged = {entry["step"] for entry in trainer.state.log_history if "probe/accuracy" in entry}
     assert logged == {0, 2, 4, 6, 8}
 

@@ -94,7 +94,7 @@ class Probe(TaskEvaluation):
     def __init__(self, trainer: Any, evaluation: Evaluation, every: int):
         super().__init__(trainer, evaluation, every)
         self._accuracy = math.nan  # of the last probe
-        self.history = trainer.generation_step.votes
+        self.history = trainer.vote_history
         trainer.args.load_best_model_at_end = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):

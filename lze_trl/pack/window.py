@@ -14,10 +14,6 @@ class Window:
     """What the micro-steps of an optimizer step leave behind for its end."""
 
     def __init__(self):
-        self.reset()
-
-    def reset(self):
-        """Begin anew."""
         self.real_steps = 0  # micro-steps so far that had rows
         self.seconds = 0.0  # so far
         self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
@@ -41,15 +37,13 @@ class Window:
 
     def close(self) -> dict[str, list[float]]:
         """
-        End the optimizer step, and return what to log of it: what TRL has logged, if all micro-batches were TRL's own. Else its
+        What to log of the optimizer step at its end: what TRL has logged, if all micro-batches were TRL's own. Else its
         losses, and entropy, KL and clip ratios as means over its tokens or rows, minima and maxima as those of its sequences:
         micro-batches differ in size, so that TRL's mean over them would depend on the packing.
         """
-        metrics: dict[str, list[float]] = {}
         if self.by_trl:
-            metrics = self._logged
-            self.reset()
-            return metrics
+            return self._logged
+        metrics: dict[str, list[float]] = {}
         for name, parts in self._means.items():
             values, weights = np.array(parts).T
             counted = (weights > 0) & ~np.isnan(values)  # neither fillers nor fully masked rows
@@ -57,6 +51,4 @@ class Window:
                 metrics[name] = [float(_EXTREMES[name](values[counted]))]
             elif counted.any():
                 metrics[name] = [float(np.average(values[counted], weights=weights[counted]))]
-        metrics |= {name: [value] for name, value in self._totals.items()}
-        self.reset()
-        return metrics
+        return metrics | {name: [value] for name, value in self._totals.items()}
