@@ -5,7 +5,6 @@ from datasets import Dataset
 
 import tiny
 from lze_trl.checkpoint import STATE_NAME, load
-from lze_trl.job.recipe import parse_recipe
 
 
 def repeated(*rows: int) -> Dataset:
@@ -40,9 +39,3 @@ def test_a_column_without_images_is_text(tmp_path, nothing, streamed):
     trainer = tiny.make(tmp_path, dataset=dataset.to_iterable_dataset() if streamed else dataset)
     trainer.train()
     assert trainer.ledger.groups_rolled_out == 9
-
-
-@pytest.mark.parametrize(("flags", "pruning"), [([], None), (["--pruning", "none"], "none")])
-def test_the_command_line_leaves_a_choice_open_or_names_it(tmp_path, flags, pruning):
-    _, config, _ = parse_recipe(["--output_dir", str(tmp_path), "--use_cpu", "true", *flags])
-    assert config.pruning == pruning
