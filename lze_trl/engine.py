@@ -379,7 +379,8 @@ class Engine:
         # of whole groups abstains
         even = even and trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
         completions = chosen.held["completion_ids"]
-        columns = {name: self._column(chosen, name) for name in ("loss_mask", "logprobs", "images", "tool_images")}
+        columns: dict[str, Any] = dict.fromkeys(("loss_mask", "logprobs", "images", "tool_images"))
+        columns |= {n: v for n, v in chosen.held.items() if n in columns and any(value is not None for value in v)}
         # A round may lack what another one has
         for name, missing in (("loss_mask", 1), ("logprobs", None)):
             if (column := columns[name]) is not None:
@@ -434,11 +435,6 @@ class Engine:
         self._log_noted()
         del output["num_items_in_batch"]
         return split_pixel_values_by_grid(output)
-
-    def _column(self, batch: Batch, name: str) -> list | None:
-        """A held column; `None` if no row has an entry."""
-        values = batch.held.get(name)
-        return values if values is not None and any(value is not None for value in values) else None
 
     def _log_noted(self):
         """Log what reward functions gave `log_metric` since the last batch, as TRL does: means over all processes."""

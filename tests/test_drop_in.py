@@ -235,7 +235,7 @@ def test_reward_functions_are_the_users_own(tmp_path):
 
 def test_settings_may_be_shared(tmp_path):
     args = tiny.config(tmp_path, strategy="lze")
-    before = dict(vars(args))
+    before = args.pruning, args.deduplicate
 
     def make(dataset):
         return LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, dataset, processing_class=tiny.tokenizer())
@@ -245,9 +245,7 @@ def test_settings_may_be_shared(tmp_path):
     assert (trainer.resolved["pruning"], trainer.resolved["deduplicate"]) == ("refill", True)
     streamed = make(dataset=tiny.prompts(11).to_iterable_dataset())
     assert (streamed.resolved["pruning"], streamed.resolved["deduplicate"]) == ("none", False)
-    assert {name: vars(args)[name] for name in ("pruning", "deduplicate")} == {
-        name: before[name] for name in ("pruning", "deduplicate")
-    }
+    assert (args.pruning, args.deduplicate) == before
     few = Dataset.from_list(tiny.prompts(2).to_list() * 2)
     assert len(make(dataset=few).train_dataset) == 4
     assert len(make(dataset=Dataset.from_list(tiny.prompts(5).to_list() * 2)).train_dataset) == 5
