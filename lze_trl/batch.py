@@ -205,10 +205,8 @@ class Batch:
         The rounds of a batch as one, its rows sorted by group; `prompts` are those of all groups. A round that lacks a held column
         has `None` in it.
         """
-        sizes, held = (
-            [part.num_rows for part in parts],
-            [_count(part.held) for part in parts],
-        )  # as many on every process
+        sizes = [part.num_rows for part in parts]
+        held = [len(next(iter(part.held.values()), ())) for part in parts]  # as many on every process
         rows = {name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0].rows)}
         rows["place"] = rows["place"] + np.repeat(np.cumsum(held) - held, sizes)
         names = dict.fromkeys(name for part in parts for name in part.held)
@@ -309,10 +307,6 @@ class Batch:
         split = {name: list(tensors[name].split(sizes.tolist())) for name, sizes in section(state, "sizes").items()}
         held = section(state, "held") | tensors | split
         return cls(Table(), Table(**section(state, "rows")), held, layout=make_layout(section(state, "layout")))
-
-
-def _count(held: dict[str, Any]) -> int:
-    return len(next(iter(held.values()), ()))
 
 
 def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .memory.state import PromptState, StateSettings
-from .pack.layout import Geometry, micro_step_cost
+from .pack.layout import REPLICATED_COST, SHARDED_COST, Geometry
 from .plan.planners import Planner, SolvedPlanner
 from .rollout.controllers import RolloutController
 
@@ -31,7 +31,7 @@ def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
         chunk_steps=math.gcd(args.steps_per_generation, args.gradient_accumulation_steps),
         micro_batch_rows=args.per_device_train_batch_size,
         max_tokens=args.max_tokens_per_micro_batch,
-        micro_step_cost=micro_step_cost(sharded and processes > 1),
+        micro_step_cost=SHARDED_COST if sharded and processes > 1 else REPLICATED_COST,
     )
 
 
@@ -51,7 +51,7 @@ def make_state(
         pruning_streak=planner.streak if isinstance(planner, SolvedPlanner) else 2,
         prune=pruning != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
-        alone=args.use_vllm and args.vllm_mode == "http",  # servers begin the next round of a group at once
+        alone=args.over_http,  # servers begin the next round of a group at once
         named_outcome=rule.named,
         recurring=recurring,
     )

@@ -31,23 +31,31 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written or resumed from; the message says what to do."""
 
 
-def save(directory: str | Path, name: str, tensors: dict[str, np.ndarray], meta: dict[str, Any]):
+def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
     """
-    Write arrays as `name.arrays` (the format is safetensors) and their description, of values that JSON can express, as
-    `name.json`. Each file appears whole or not at all, and the description, which vouches for the arrays, appears last.
+    Write what `state_dict()` of each part returns: its arrays as `name.arrays` (the format is safetensors); other values, which JSON
+    can express, with the description `meta` as `name.json`. Each file appears whole or not at all, and the description, which vouches
+    for the arrays, appears last.
     """
-    # safetensors writes the memory of an array as it lies there
-    data = safetensors.numpy.save({key: np.asarray(array, order="C") for key, array in tensors.items()})
+    arrays: dict[str, np.ndarray] = {}
+    values: dict[str, dict[str, Any]] = {part: {} for part in parts}
+    for part, owner in parts.items():
+        for key, value in owner.state_dict().items():
+            if isinstance(value, np.ndarray):  # safetensors writes the memory of an array as it lies there
+                arrays[f"{part}/{key}"] = np.asarray(value, order="C")
+            else:
+                values[part][key] = value
+    data = safetensors.numpy.save(arrays)
     head = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "checksum": xxhash.xxh64(data).hexdigest()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / f"{name}.{ARRAYS}", data)
-    write_atomically(directory / f"{name}.json", json.dumps(head | meta, indent=2).encode())
+    write_atomically(directory / f"{name}.json", json.dumps(head | meta | {"parts": values}, indent=2).encode())
 
 
-def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def load(directory: str | Path, name: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """
-    Read the arrays and the description that [`save`] has written.
+    Read what [`save`] has written: the state of each part, and the description.
 
     Raises:
         FileNotFoundError: If one of the files does not exist.
@@ -68,7 +76,20 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, np.ndarray], dict[
         raise CheckpointError(
             f"`{arrays}` and `{description.name}` belong to different checkpoints. Use another checkpoint."
         )
-    return tensors, meta
+    states = meta.pop("parts")
+    for key, tensor in tensors.items():
+        part, _, own = key.partition("/")
+        states[part][own] = tensor
+    return states, meta
+
+
+def load_parts(directory: str | Path, parts: dict[str, Any]) -> dict[str, Any]:
+    """Let parts continue from their state in a folder; returns the description."""
+    states, meta = load(directory, STATE_NAME)
+    for part, owner in parts.items():
+        if part in states:  # not the servers of a run that had none
+            owner.load_state_dict(states[part])
+    return meta
 
 
 def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
@@ -76,27 +97,6 @@ def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
         return parse(data)
     except (ValueError, SafetensorError) as error:
         raise CheckpointError(f"`{file}` is damaged ({error}). Use another checkpoint.") from error
-
-
-def save_parts(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
-    """Write what `state_dict()` of each part returns: arrays, and values that JSON can express."""
-    states = {(part, key): value for part, owner in parts.items() for key, value in owner.state_dict().items()}
-    arrays = {f"{part}/{key}": value for (part, key), value in states.items() if isinstance(value, np.ndarray)}
-    values: dict[str, dict[str, Any]] = {part: {} for part in parts}
-    for (part, key), value in states.items():
-        if not isinstance(value, np.ndarray):
-            values[part][key] = value
-    save(directory, name, arrays, {**meta, "parts": values})
-
-
-def load_parts(directory: str | Path, name: str, parts: dict[str, Any]) -> dict[str, Any]:
-    """Let parts continue from what [`save_parts`] has written; returns the description."""
-    arrays, meta = load(directory, name)
-    for part, owner in parts.items():
-        if part in meta["parts"]:  # not the servers of a run that had none
-            own = {key.partition("/")[2]: array for key, array in arrays.items() if key.startswith(f"{part}/")}
-            owner.load_state_dict(own | meta["parts"][part])
-    return meta
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

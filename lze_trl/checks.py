@@ -1,7 +1,7 @@
 """What cannot be trained is refused once, when the trainer is made; and the defaults that a training set allows."""
 
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
@@ -20,27 +20,6 @@ logger = logging.getLogger(__name__)
 
 PUBLISHED_THRESHOLD = 0.7
 """Reward above which Reinforce-Ada's published runs count a completion as positive (arXiv 2510.04996)."""
-
-OWN: dict[str, Any] = {"selector": Selector, "controller": RolloutController, "planner": Planner}
-"""What the user's own strategies, arguments of the trainer, are derived from."""
-
-
-class Setup(NamedTuple):
-    """What a trainer is made of; the planner, the selector and the sampler are those of the user's own, if any."""
-
-    args: LZEGRPOConfig
-    dataset: Any
-    controller: RolloutController
-    pruning: str | None
-    planner: Planner | None
-    selector: Selector | None
-    votes: str | None  # name of a reward of whole groups
-    sampler: str | None
-
-    @property
-    def ranks(self) -> bool:
-        """Whether a planner was asked for."""
-        return self.planner is not None or self.args.planner != "solved"
 
 
 def prepare(
@@ -62,6 +41,9 @@ def prepare(
         raise TypeError(
             f"`args` must be an `LZEGRPOConfig`, got `{type(args).__name__}`. It takes every field of `GRPOConfig`."
         )
+    _refuse_unfit_object("selector", Selector, selector)
+    _refuse_unfit_object("controller", RolloutController, controller)
+    _refuse_unfit_object("planner", Planner, planner)
     makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
@@ -70,16 +52,17 @@ def prepare(
     controller = controller or args.make_controller()
     voting: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     votes = get_callable_name(voting[0]) if voting else None
-    run = Setup(args, train_dataset, controller, args.pruning, planner, selector, votes, own_sampler)
-    _refuse([*_of_settings(args), *_of_data(run), *_of_parts(run), *_of_self_play(run), *_of_overlap(run, given)])
-    run = run._replace(pruning=_resolved_pruning(run))
-    if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or run.pruning == "refill"):
+    ranks = planner is not None or args.planner != "solved"
+    of_run = _of_run(args, train_dataset, given, controller, planner, selector, ranks, votes, own_sampler)
+    _refuse([*_of_settings(args), *of_run])
+    pruning = _resolved_pruning(args, train_dataset, ranks, own_sampler)
+    if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
         raise ValueError(
             f"`{own_sampler}` orders the prompts, and would be ignored: with `pruning='refill'`, a controller that draws prompts, or "
             "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', or remove it."
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
-    return dataset, controller, {"pruning": run.pruning, "deduplicate": deduplicate}
+    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate}
 
 
 def refuse_contradictions(args: LZEGRPOConfig):
@@ -99,7 +82,7 @@ def _refuse(contradictions: Contradictions):
 
 
 def _of_settings(args: LZEGRPOConfig) -> Contradictions:
-    http, mode, reinforce = _is_http(args), args.vllm_importance_sampling_mode, args.advantage_estimator != "grpo"
+    http, mode, reinforce = args.over_http, args.vllm_importance_sampling_mode, args.advantage_estimator != "grpo"
     graded, by = args.reward_range is not None, "`advantage_estimator='reinforce_plus_plus'`"
     corrects = http and args.loss_type == "vespo" and args.vllm_importance_sampling_correction
     allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
@@ -118,80 +101,67 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
     ]  # fmt: skip
 
 
-def _is_http(args: LZEGRPOConfig) -> bool:
-    return args.use_vllm and args.vllm_mode == "http"
-
-
-def _of_data(run: Setup) -> Contradictions:
-    streamed, prunes = isinstance(run.dataset, IterableDataset), run.pruning not in (None, "none")
+def _of_run(
+    args: LZEGRPOConfig,
+    dataset: Any,
+    given: dict[str, Any],
+    controller: RolloutController,
+    planner: Planner | None,
+    selector: Selector | None,
+    ranks: bool,
+    votes: str | None,
+    sampler: str | None,
+) -> Contradictions:
+    """
+    `planner`, `selector` and `sampler` are the user's own, if any; `ranks` says that a planner was asked for, and `votes` is the
+    name of a reward of whole groups.
+    """
+    pruning, prunes, aggregation = args.pruning, args.pruning in ("refill", "skip"), args.multi_objective_aggregation
+    streamed, readable = isinstance(dataset, IterableDataset), isinstance(dataset, Dataset)
+    plans, draws = f"`{type(planner).__name__}`", f"`{type(controller).__name__}`"
+    uniform, normalizes = is_plain(controller, args.num_generations), aggregation != "sum_then_normalize"
+    stops_at_pass = isinstance(controller, ReinforceAda) and controller.exit == "positive"
+    writes, corrects = args.self_play["instruct"], args.self_play["label_confidence"] != "none"
+    itself, share = "`self_play={'instruct': True}`", "`label_confidence='share'`"
+    harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
+    overlaps, ahead = args.overlap != "none", "`overlap='one_step'`"
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
     return [
-        (streamed and prunes, f"`pruning={run.pruning!r}` {needs}. Set `pruning='none'`, {instead}."),
-        (streamed and run.ranks, f"`planner` {needs}. Leave it unset, {instead}."),
-        (streamed and not _is_uniform(run), f"`{type(run.controller).__name__}` {needs}. Use `controller='uniform'`, {instead}."),
-        (run.dataset is None and (prunes or run.ranks), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
-    ]  # fmt: skip
-
-
-def _is_uniform(run: Setup) -> bool:
-    return is_plain(run.controller, run.args.num_generations)
-
-
-def _of_overlap(run: Setup, given: dict[str, Any]) -> Contradictions:
-    overlaps = run.args.overlap != "none"
-    unplanned = not isinstance(run.dataset, Dataset) or run.sampler is not None
-    harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
-    return [
-        (overlaps and not _is_http(run.args), "`overlap='one_step'` needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."),
-        (overlaps and unplanned, "`overlap='one_step'` has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's own `_get_train_sampler`. Set `overlap='none'`."),
-        (overlaps and run.pruning == "skip", "`overlap='one_step'` plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."),
-        (overlaps and harness, f"`overlap='one_step'` begins plain completions ahead, and `{harness}` is given. Set `overlap='none'`."),
-        (overlaps and run.args.self_play["instruct"], "`overlap='one_step'` has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."),
-    ]  # fmt: skip
-
-
-def _of_parts(run: Setup) -> Contradictions:
-    ranks, draws = f"`{type(run.planner).__name__}`", f"`{type(run.controller).__name__}`"
-    aggregation = run.args.multi_objective_aggregation
-    normalizes = aggregation != "sum_then_normalize"
-    stops_at_pass = isinstance(run.controller, ReinforceAda) and run.controller.exit == "positive"
-    return [
-        (run.planner is not None and run.pruning == "none", f"`pruning='none'` rolls out every prompt, and {ranks} was passed to rank them. Set 'refill' or 'skip'."),
-        (run.controller.draws_prompts and run.pruning == "skip", f"`pruning='skip'` makes batches smaller, and {draws} fills them. Use 'refill' or 'none'."),
-        (normalizes and not _is_uniform(run), f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use 'sum_then_normalize'."),
-        (run.votes and stops_at_pass, f"`controller='reinforce_ada_positive'` stops at a pass: by '{run.votes}' every group has one. Use another."),
-        (run.votes and normalizes, f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{run.votes}' abstains. Unset it."),
-    ]  # fmt: skip
-
-
-def _of_self_play(run: Setup) -> Contradictions:
-    args, writes = run.args, run.args.self_play["instruct"]
-    corrects, value = args.self_play["label_confidence"] != "none", "`label_confidence='share'`"
-    itself = "`self_play={'instruct': True}`"
-    return [
-        (corrects and run.votes is None, f"{value} is about a majority vote. Add 'majority' to the reward functions, or leave it unset."),
-        (corrects and run.selector is None and args.selector != "energy", f"{value} corrects the energy. Set `selector='energy'` and a `selection_ratio`, or leave it unset."),
-        (writes and not isinstance(run.dataset, Dataset), f"{itself} reads all seeds. Load the training set without streaming."),
+        (streamed and prunes, f"`pruning={pruning!r}` {needs}. Set `pruning='none'`, {instead}."),
+        (streamed and ranks, f"`planner` {needs}. Leave it unset, {instead}."),
+        (streamed and not uniform, f"{draws} {needs}. Use `controller='uniform'`, {instead}."),
+        (dataset is None and (prunes or ranks), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
+        (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {plans} was passed to rank them. Set 'refill' or 'skip'."),
+        (controller.draws_prompts and pruning == "skip", f"`pruning='skip'` makes batches smaller, and {draws} fills them. Use 'refill' or 'none'."),
+        (normalizes and not uniform, f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use 'sum_then_normalize'."),
+        (votes and stops_at_pass, f"`controller='reinforce_ada_positive'` stops at a pass: by '{votes}' every group has one. Use another."),
+        (votes and normalizes, f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{votes}' abstains. Unset it."),
+        (corrects and votes is None, f"{share} is about a majority vote. Add 'majority' to the reward functions, or leave it unset."),
+        (corrects and selector is None and args.selector != "energy", f"{share} corrects the energy. Set `selector='energy'` and a `selection_ratio`, or leave it unset."),
+        (writes and not readable, f"{itself} reads all seeds. Load the training set without streaming."),
         (writes and args.max_steps <= 0, f"{itself} has no end of its own. Set `max_steps`."),
-        (writes and (run.ranks or run.pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),
-        (writes and args.self_play["presence_penalty"] and not _is_http(args), f"{itself} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."),
+        (writes and (ranks or pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),
+        (writes and args.self_play["presence_penalty"] and not args.over_http, f"{itself} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."),
+        (overlaps and not args.over_http, f"{ahead} needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."),
+        (overlaps and (not readable or sampler), f"{ahead} has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's own `_get_train_sampler`. Set `overlap='none'`."),
+        (overlaps and pruning == "skip", f"{ahead} plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."),
+        (overlaps and harness, f"{ahead} begins plain completions ahead, and `{harness}` is given. Set `overlap='none'`."),
+        (overlaps and writes, f"{ahead} has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."),
     ]  # fmt: skip
 
 
 # ---- What the trainer is given ----
 
 
-def refuse_unfit_objects(**given: Any):
+def _refuse_unfit_object(name: str, kind: Any, value: Any):
     """Refuse a name or a class where a strategy of the user's own, given by its argument, is expected."""
-    for name, value in given.items():
-        kind = OWN[name]
-        if value is None or (not isinstance(value, type) and all(hasattr(value, m) for m in kind.__abstractmethods__)):
-            continue
-        advice = f"Derive your own from `{kind.__name__}`, or leave it unset"
-        if isinstance(value, str):
-            advice = f"Built-in ones are set by name in the configuration: `LZEGRPOConfig({name}={value!r})`"
-        raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
+    if value is None or (not isinstance(value, type) and all(hasattr(value, m) for m in kind.__abstractmethods__)):
+        return
+    advice = f"Derive your own from `{kind.__name__}`, or leave it unset"
+    if isinstance(value, str):
+        advice = f"Built-in ones are set by name in the configuration: `LZEGRPOConfig({name}={value!r})`"
+    raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
 def _refuse_unfit_prompts(dataset: Any):
@@ -213,26 +183,26 @@ def _refuse_unfit_prompts(dataset: Any):
 # ---- What adapts to the data ----
 
 
-def _resolved_pruning(run: Setup) -> str:
+def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, ranks: bool, sampler: str | None) -> str:
     """`pruning`, or what this training set, and what else is given, allows if it is unset."""
-    if run.dataset is None:
+    if dataset is None:
         logger.warning(
             "There is no `train_dataset`: the environment makes the prompts, and none is recognised when it comes again. Pruning "
             "and what is remembered of prompts are off. Groups are scored, selected and packed."
         )
         return "none"
-    if isinstance(run.dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset):
         logger.warning(
             "`train_dataset` is streamed, its rows cannot be read again: prompts are neither pruned nor deduplicated. "
             "Selection works; for the rest, load the dataset without streaming."
         )
-        return run.pruning or "none"
-    if run.ranks or run.pruning is not None:
-        return run.pruning or "refill"
-    if run.args.loss_normalizer == "selected" and run.sampler is not None:
-        logger.warning("`%s` orders the prompts, so `pruning` is off: it would change the order.", run.sampler)
+        return args.pruning or "none"
+    if ranks or args.pruning is not None:
+        return args.pruning or "refill"
+    if args.loss_normalizer == "selected" and sampler is not None:
+        logger.warning("`%s` orders the prompts, so `pruning` is off: it would change the order.", sampler)
         return "none"
-    return "refill" if run.args.loss_normalizer == "selected" else "none"
+    return "refill" if args.loss_normalizer == "selected" else "none"
 
 
 def outcome_rule(

@@ -4,7 +4,6 @@ import math
 import re
 from copy import copy, deepcopy
 from dataclasses import MISSING, dataclass, field, fields
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from trl import GRPOConfig
@@ -284,10 +283,7 @@ class LZEGRPOConfig(GRPOConfig):
             if checked and own.name not in SETTING_BLOCKS:
                 check_value(own.name, getattr(self, own.name), hints[own.name])
         bounds = self.reward_range
-        if bounds is None:
-            return
-        numbers = len(bounds) == 2 and all(isinstance(end, Real) for end in bounds)
-        if not numbers or not -math.inf < bounds[0] < bounds[1] < math.inf:
+        if bounds is not None and not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
             raise ValueError(f"`reward_range` must be two increasing, finite numbers, got {bounds}.")
 
     def _fill_blocks(self, of_strategy: dict[str, Any]):
@@ -315,6 +311,11 @@ class LZEGRPOConfig(GRPOConfig):
         return {name: of_strategy.get(name) if default is None else default for name, default in found.items()} | {
             name: vars(plain)[name] for name in SETTING_BLOCKS
         }
+
+    @property
+    def over_http(self) -> bool:
+        """Whether vLLM servers over HTTP generate."""
+        return self.use_vllm and self.vllm_mode == "http"
 
     def make_selector(self) -> Selector:
         """The selector that the settings describe."""

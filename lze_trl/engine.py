@@ -9,9 +9,8 @@ import copy
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -103,12 +102,8 @@ def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
         args.use_vllm = used
 
 
-@dataclass
-class Request:
-    """Completions that were asked for: of dataset rows of this process, each prompt `group_size` times in a row."""
-
-    inputs: list[dict[str, Any]]
-    group_size: int
+Request = tuple[list[dict[str, Any]], int]
+"""What completions are asked for: dataset rows of this process, and how often each prompt comes in a row, to be completed at once."""
 
 
 class _RolledOut(Exception):  # noqa: N818 - a signal, no error
@@ -200,23 +195,16 @@ class Engine:
 
         trainer = self._trainer
         with engine_of(trainer)() as engine:
-            if trainer.args.use_vllm and trainer.args.vllm_mode == "http":  # its servers have just got the weights
+            if self.over_http:  # its servers have just got the weights
                 trainer._last_loaded_step = trainer.state.global_step
             yield engine
 
     # ---- Rollouts ----
 
-    def begin(self, inputs: list[dict[str, Any]], group_size: int) -> Request:
-        """
-        Ask for a completion of each of some dataset rows of this process. Each prompt comes `group_size` times in a row: an engine may
-        complete it that often at once.
-        """
-        return Request(inputs, group_size)
-
     @property
     def over_http(self) -> bool:
         """Whether vLLM servers generate, which complete prompts one by one."""
-        return self._trainer.use_vllm and self._trainer.args.vllm_mode == "http"
+        return self._trainer.args.over_http
 
     @property
     def waits_for(self) -> str | None:
@@ -289,7 +277,7 @@ class Engine:
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
         next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`].
         """
-        trainer, inputs = self._trainer, request.inputs
+        trainer, inputs = self._trainer, request[0]
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
         with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight):
             prompts, generated = self._rolled_out(request)
@@ -347,16 +335,16 @@ class Engine:
         The prompts of a request as the model saw them, and what TRL's `_generate` returned of them. TRL's own
         `_generate_and_score_completions` runs as far as that: it resets environments, and prepares tools and images.
         """
-        trainer = self._trainer
+        trainer, (inputs, group_size) = self._trainer, request
         own = vars(trainer).get("_generate")  # a user may have set it on the object
 
         def stop(prompts: list):
             raise _RolledOut(prompts, own(prompts) if own else type(view)._generate(view, prompts))
 
-        changes = {} if request.group_size == trainer.num_generations else {"num_generations": request.group_size}
+        changes = {} if group_size == trainer.num_generations else {"num_generations": group_size}
         try:
             with altered(trainer, _generate=stop, **changes) as view:
-                GRPOTrainer._generate_and_score_completions(view, as_given(request.inputs))
+                GRPOTrainer._generate_and_score_completions(view, as_given(inputs))
         except _RolledOut as rolled_out:
             return rolled_out.args
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
@@ -391,7 +379,8 @@ class Engine:
         # of whole groups abstains
         even = even and trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
         completions = chosen.held["completion_ids"]
-        columns = {name: self._column(chosen, name) for name in ("loss_mask", "logprobs", "images", "tool_images")}
+        columns: dict[str, Any] = dict.fromkeys(("loss_mask", "logprobs", "images", "tool_images"))
+        columns |= {n: v for n, v in chosen.held.items() if n in columns and any(value is not None for value in v)}
         # A round may lack what another one has
         for name, missing in (("loss_mask", 1), ("logprobs", None)):
             if (column := columns[name]) is not None:
@@ -446,11 +435,6 @@ class Engine:
         self._log_noted()
         del output["num_items_in_batch"]
         return split_pixel_values_by_grid(output)
-
-    def _column(self, batch: Batch, name: str) -> list | None:
-        """A held column; `None` if no row has an entry."""
-        values = batch.held.get(name)
-        return values if values is not None and any(value is not None for value in values) else None
 
     def _log_noted(self):
         """Log what reward functions gave `log_metric` since the last batch, as TRL does: means over all processes."""
@@ -532,16 +516,15 @@ class Engine:
         if trainer.use_vllm and trainer._last_loaded_step == trainer.state.global_step:
             trainer._last_loaded_step += 1
 
-    def weighted_loss(
-        self, window: Window, compute: Callable, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any
-    ):
+    def weighted_loss(self, window: Window, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]):
         """
-        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. `compute` is
-        TRL's `compute_loss`, called with a copy of the trainer. The window keeps the metrics for its end.
+        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. `by_trl` computes TRL's
+        loss of the `inputs` with a copy of the trainer. The window keeps the metrics for its end.
         """
         trainer = self._trainer
-        scale, row_share, tokens = (inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens"))
-        rows, by_trl = inputs.pop("lze_rows"), inputs.pop("lze_by_trl")
+        scale, row_share, tokens, rows = (
+            inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens", "rows")
+        )
         weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
         earlier = {name: len(values) for name, values in self.metrics.items()}
         forward: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -562,7 +545,7 @@ class Engine:
 
             changes["_get_per_token_logps_and_entropies"] = logprobs
         with altered(trainer, **changes) as view:
-            loss = compute(view, model, inputs, *arguments)
+            loss = by_trl(view)
         accumulation = trainer.current_gradient_accumulation_steps
 
         def weight(name: str) -> int:
@@ -576,7 +559,7 @@ class Engine:
                 del self.metrics[name]
         logged = {name: values for name, values in logged.items() if values}
         shares = {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation}
-        window.add(logged, weight, shares, by_trl)
+        window.add(logged, weight, shares)
         for name, values in logged.items():
             self.metrics[name] += values
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
@@ -660,16 +643,10 @@ def sequence_logprobs(
     """
     if logprobs is None:
         return np.full(count, np.nan)
-    sums = np.array([_total(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])
+    rows = logprobs if masks is None else [list(compress(*row)) for row in zip(logprobs, masks, strict=True)]
+    # Python's sum is faster than an array of a row; vLLM says `None` for NaN
+    sums = np.array([np.nan if None in row else sum(row) for row in rows], dtype=np.float64)  # type: ignore[arg-type]
     return np.where(np.isfinite(sums), sums, np.nan)
-
-
-def _total(values: Iterable[float | None]) -> float:
-    """The sum of Python numbers, which `sum` has before NumPy has an array of them; vLLM says `None` for NaN."""
-    try:
-        return float(sum(values))  # type: ignore[arg-type]
-    except TypeError:
-        return math.nan
 
 
 def _filled(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:

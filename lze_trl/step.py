@@ -51,14 +51,13 @@ class GenerationStep:
     def __post_init__(self):
         self.generation = 0  # generation batches so far
         self.micro_step = 0  # calls of `training_step` so far
-        self.batch: Batch | None = None  # the last one, as it is trained on
+        self.batch: Any = None  # the last `Batch`, as it is trained on
         self.window = Window()  # the optimizer step under way
         self.votes = VoteHistory()
         self.advice = Advice(self.args, self.recorder.reward_names)
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
         self._ready: Batch | None = None  # the next batch, finished before its time
-        self._keeps_ready = False  # whether a checkpoint holds one
 
     @property
     def mid_batch(self) -> bool:
@@ -67,7 +66,7 @@ class GenerationStep:
 
     def training_begins(self):
         """A training begins: forget the optimizer step and the generation batch in which one before it has ended."""
-        self.window.reset()
+        self.window = Window()
         self.batch, self.micro_step, self._in_use = None, 0, False
 
     @property
@@ -86,18 +85,16 @@ class GenerationStep:
             if self.args.overlap == "one_step" and end < engine.max_steps:
                 self._start_next(engine)
 
-    def replace_passes(self, passes: Passes):
-        """Plan over another training set from the next batch on."""
-        self.passes = self.rounds.passes = passes
-
-    def _plan(self, inputs: list[dict[str, Any]]) -> Plan:
-        """The plan of the next batch."""
+    def _begin(self, inputs: list[dict[str, Any]], engine: Engine) -> Pending:
+        """Plan the next batch, and ask for its first completions."""
         with self.ledger.timed("selection"):
-            return self.passes.plan(inputs, self.generation)
+            plan = self.passes.plan(inputs, self.generation)
+        with self.ledger.timed("rollout"):
+            return self.rounds.begin(plan, engine, self.generation)
 
     def _start_next(self, engine: Engine):
         """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
-        pending = self.begin(self._plan([]), engine)
+        pending = self._begin([], engine)
         if pending.request is not None:
             with self.ledger.timed("rollout"):
                 engine.start(pending.request, pending.ahead)
@@ -115,15 +112,9 @@ class GenerationStep:
         if self._ahead is not None:
             self._ready = self._next([], engine)
 
-    @property
-    def _made(self) -> Batch:
-        if self.batch is None:
-            raise RuntimeError("No generation batch has been made yet: call `prepare` first.")
-        return self.batch
-
     def has_rows(self) -> bool:
         """Whether this micro-step has rows."""
-        return self._made.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
+        return self.batch.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
 
     def micro_batch(self) -> dict[str, Any]:
         """Inputs of this micro-step; without rows, those of another one with weight 0."""
@@ -131,8 +122,9 @@ class GenerationStep:
             return dict(self.window.filler)
         args, rank = self.args, self.accelerator.process_index
         slot = self.micro_step % args.steps_per_generation
+        self.window.by_trl &= self.batch.layout.by_trl
         inputs = micro_batch(
-            self._made, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
+            self.batch, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
         )
         self.window.filler = filler_inputs(inputs)
         return inputs
@@ -147,25 +139,18 @@ class GenerationStep:
         ended = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)]}
         for name, values in {**ended, **self.window.close()}.items():
             engine.metrics[name] += values
+        self.window = Window()
 
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
-        timed = self.ledger.timed
         if self._ahead is not None:
             pending, self._ahead = self._ahead, None
             with engine.by_loaded_weights():
                 return self.finish(pending, engine)
         if self.instruction is not None and (missing := self.passes.missing):
-            with timed("rollout"):
+            with self.ledger.timed("rollout"):
                 self.instruction.restock(missing, self.generation, engine.policy)
                 self.passes.grow()
-        plan = self._plan(inputs)
-        with timed("rollout"):
-            pending = self.begin(plan, engine)
-        return self.finish(pending, engine)
-
-    def begin(self, plan: Plan, engine: Engine) -> Pending:
-        """Ask for the first completions of a generation batch. Changes nothing that is remembered."""
-        return self.rounds.begin(plan, engine, self.generation)
+        return self.finish(self._begin(inputs, engine), engine)
 
     def finish(self, pending: Pending, engine: Engine) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
@@ -240,7 +225,9 @@ class GenerationStep:
         if even and (over_all or whole):
             counted = weights_of_full(slot, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
             if over_all:  # prompts that were skipped count as dead groups
-                counted = counted.scaled(args.generation_batch_size / drawn.num_rows)
+                factor = args.generation_batch_size / drawn.num_rows
+                norms = {name: getattr(counted, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
+                counted = counted.with_columns(**norms)
         elif over_all:
             mean_tokens = drawn.facts["mean_tokens"]
             counted = weights_of_part(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
@@ -317,41 +304,24 @@ class GenerationStep:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and whether rows are saved apart, see [`row_parts`]."""
-        own = {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
-        return own | {"ready": self._ready is not None}
+        """Counters. Rows are saved apart, see [`rows_left`]."""
+        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
-        self.generation, self._in_use, self._keeps_ready = state["generation"], state["in_use"], state["ready"]
+        self.generation, self._in_use = state["generation"], state["in_use"]
         # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
         self.micro_step = state["micro_step"] if self._in_use else 0
         self.batch = self._ahead = self._ready = None
-        self.window.reset()
+        self.window = Window()
 
-    @property
-    def holds_rows(self) -> bool:
-        """Whether a checkpoint of this moment holds completions: of a batch in use, or of the next one."""
-        return self.mid_batch or self._ready is not None
+    def rows_left(self) -> dict[str, Batch]:
+        """Batches whose rows are still to be trained on, none after most: the one in use, and the next one."""
+        batches = {"rows": self.batch if self._in_use else None, "ready": self._ready}
+        return {name: batch for name, batch in batches.items() if batch is not None}
 
-    def row_parts(self) -> dict[str, Any]:
-        """Parts with rows of this process that are still to be trained on, none after most batches."""
-        in_use = {"rows": Rows(self, "batch")} if self._in_use else {}
-        return in_use | ({"ready": Rows(self, "_ready")} if self._ready is not None or self._keeps_ready else {})
-
-
-@dataclass
-class Rows:
-    """A batch of a step that a checkpoint holds."""
-
-    step: GenerationStep
-    name: str
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rows of this process."""
-        return getattr(self.step, self.name).state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]):
-        """Continue with the batch."""
-        setattr(self.step, self.name, Batch.from_state(state, Layout.from_state, self.step.accelerator.device))
-        self.step._keeps_ready = False
+    def load_rows(self, states: dict[str, dict[str, Any]]):
+        """Continue with the batches of [`rows_left`]."""
+        for name, state in states.items():
+            batch = Batch.from_state(state, Layout.from_state, self.accelerator.device)
+            setattr(self, {"rows": "batch", "ready": "_ready"}[name], batch)

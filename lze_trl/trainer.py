@@ -77,14 +77,6 @@ def _write_report(run_dir: Path) -> Path:
     return write_report(run_dir)
 
 
-def _group_rewards(reward_funcs: list[Any]) -> dict[int, GroupReward]:
-    return {i: func for i, func in enumerate(reward_funcs) if isinstance(func, GroupReward)}
-
-
-def _loss_by_trl(trainer: Any, *arguments: Any) -> torch.Tensor:
-    return super(LZEGRPOTrainer, trainer).compute_loss(*arguments)
-
-
 class LZEGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] that trains on the groups with the highest Learning-Zone Energy (arXiv 2605.17003) and skips
@@ -159,24 +151,20 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
                 "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
             )
-        checks.refuse_unfit_objects(selector=selector, controller=controller, planner=planner)
         reward_funcs = instances(reward_funcs)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         own_sampler = _override(type(self), "_get_train_sampler")
         train_dataset, controller, self.resolved = checks.prepare(
             args, train_dataset, funcs, kwargs, planner, controller, own_sampler, selector
         )
-        group_rewards = _group_rewards(funcs)
         callables = [
-            reader(func, lambda ballots: None, (), True) if i in group_rewards else func
-            for i, func in enumerate(funcs)
+            reader(func, lambda ballots: None, (), True) if isinstance(func, GroupReward) else func for func in funcs
         ]
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
-        over_http = args.use_vllm and args.vllm_mode == "http"
         if isinstance(model, str):
             refuse_missing_model(model)
-        with without_vllm(args, hidden=over_http):
+        with without_vllm(args, hidden=args.over_http):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
@@ -189,9 +177,10 @@ class LZEGRPOTrainer(GRPOTrainer):
             if isinstance(callback, JITCheckpointCallback):
                 callback.__class__ = CheckpointAtStepEnd
         own_funcs: list[Any] = self.reward_funcs
-        for i, func in group_rewards.items():
-            own_funcs[i] = func
-        if over_http:
+        for i, func in enumerate(funcs):
+            if isinstance(func, GroupReward):
+                own_funcs[i] = func
+        if args.over_http:
             from .servers.generation import HTTPGeneration
 
             tokenizer: Any = self.processing_class
@@ -270,7 +259,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def group_rewards(self) -> dict[int, GroupReward]:
         """Rewards of whole groups, by their column among all reward functions."""
-        return _group_rewards(self.reward_funcs)
+        funcs: list[Any] = self.reward_funcs
+        return {i: func for i, func in enumerate(funcs) if isinstance(func, GroupReward)}
 
     # ---- Data ----
 
@@ -308,7 +298,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             )
         self.resolved = resolved
         self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
-        step.replace_passes(self.passes)
+        step.passes = step.rounds.passes = self.passes
         return dataset
 
     def _used_columns(self, dataset: Any) -> Any:
@@ -404,8 +394,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: rows and their entropies weigh what they weigh in the optimizer step, however they are packed
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        arguments = model, inputs, return_outputs, num_items_in_batch
-        return Engine(self).weighted_loss(self.generation_step.window, _loss_by_trl, *arguments)
+
+        def by_trl(view: Any) -> torch.Tensor:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+        return Engine(self).weighted_loss(self.generation_step.window, by_trl, inputs)
 
     # ---- Forecasts ----
 
@@ -540,7 +533,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             source = resolve(self.args.state_from, STATE_FILES)
             state = self.prompt_state
             known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
-            store.load_parts(store.find_state(source), store.STATE_NAME, known)
+            store.load_parts(store.find_state(source), known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"
         try:
@@ -575,8 +568,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         self.generation_step.drain(Engine(self))
-        if parts := self.generation_step.row_parts():
-            store.save_parts(directory, f"{store.ROWS_NAME}_{self.accelerator.process_index}", parts, {})
+        if rows := self.generation_step.rows_left():
+            store.save(directory, self._rows_name, rows, {})
         self.generation_step.recorder.flush()  # a resumed run does not record it again
         if self.args.should_save:
             self._save_parts(directory)
@@ -585,20 +578,23 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _resume(self, checkpoint: str):
         """Our parts continue from a checkpoint."""
-        store.load_parts(checkpoint, store.STATE_NAME, self._parts)
-        if rows := self.generation_step.row_parts():
-            store.load_parts(checkpoint, f"{store.ROWS_NAME}_{self.accelerator.process_index}", rows)
+        if store.load_parts(checkpoint, self._parts)["mid_batch"]:
+            self.generation_step.load_rows(store.load(checkpoint, self._rows_name)[0])
         Engine(self).weights_changed()
+
+    @property
+    def _rows_name(self) -> str:
+        return f"{store.ROWS_NAME}_{self.accelerator.process_index}"
 
     @property
     def _parts(self) -> dict[str, Any]:
         """Parts with a memory that is the same on every process."""
-        servers = {"servers": self.vllm_generation} if self.use_vllm and self.args.vllm_mode == "http" else {}
+        servers = {"servers": self.vllm_generation} if self.args.over_http else {}
         return self.generation_step.parts() | servers
 
     def _save_parts(self, directory: str):
-        place = {"global_step": self.state.global_step, "mid_batch": self.generation_step.holds_rows}
-        store.save_parts(directory, store.STATE_NAME, self._parts, self._described | place)
+        place = {"global_step": self.state.global_step, "mid_batch": bool(self.generation_step.rows_left())}
+        store.save(directory, store.STATE_NAME, self._parts, self._described | place)
 
     @property
     def _described(self) -> dict[str, Any]:

@@ -54,17 +54,17 @@ PRIVATE = (*METHODS, *STATE, *OF_MODELS)
 """All private names that this package touches."""
 
 
-def changes(trainer: type = GRPOTrainer) -> Iterator[str]:
-    """What a trainer class has otherwise than every supported release, one sentence each."""
+def changes() -> Iterator[str]:
+    """What the installed TRL has otherwise than every supported release, one sentence each."""
     for name, forms in METHODS.items():
-        method: Callable | None = getattr(trainer, name, None)
+        method: Callable | None = getattr(GRPOTrainer, name, None)
         if method is None:
             yield f"`{name}` is gone"
             continue
         found = list(inspect.signature(method).parameters.values())[1:]
         if not any(_fits(found, form.split()) for form in forms):
             yield f"`{name}` takes ({', '.join(p.name for p in found)}), and took ({', '.join(forms[0].split())})"
-    used = _names_in_code(trainer)
+    used = _names_in_code(GRPOTrainer)
     for name in STATE:
         if name not in used:
             yield f"the attribute `{name}` is gone"

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from datasets import Dataset
 from PIL import Image
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
@@ -27,6 +26,7 @@ from transformers import (
     Qwen2VLProcessor,
 )
 
+import tiny
 from benchmarks.environment import RESPONSE
 
 
@@ -45,15 +45,7 @@ TEMPLATE = """\
 
 def tokenizer(further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
     """One token a character, and the further ones."""
-    special = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    characters = string.digits + string.ascii_letters + string.punctuation + " \n"
-    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
-    )
+    fast = tiny.tokenizer(string.digits + string.ascii_letters + string.punctuation + " \n")
     fast.add_special_tokens({"additional_special_tokens": list(further)})
     fast.chat_template, fast.response_template = TEMPLATE, RESPONSE
     return fast
@@ -63,6 +55,13 @@ def text_config(size: int, **further: Any) -> dict[str, Any]:
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
     widths = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return {"vocab_size": size, "num_key_value_heads": 1, "max_position_embeddings": 1024, **widths, **ids, **further}
+
+
+def save(directory) -> str:
+    """Save the model of `words`, and return where."""
+    for part in words():
+        part.save_pretrained(directory)
+    return str(directory)
 
 
 def words() -> tuple[Any, Any]:

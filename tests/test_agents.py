@@ -37,6 +37,7 @@ from lze_trl.job.train import build_trainer
 from lze_trl.record import open_run
 from lze_trl.rollout.episodes import EpisodeError
 from test_laws import distance
+from tiny import history
 
 
 pytestmark = pytest.mark.skipif(
@@ -189,10 +190,6 @@ def test_two_processes_are_one(tmp_path):
         first, second = (torch.load(tmp_path / f"{name}.{world}.pt") for world in (1, 2))
         assert max(float((first[key] - second[key]).abs().max()) for key in first) < 1e-5, name
     assert left_out > 0
-
-
-def history(trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 @pytest.mark.parametrize(
@@ -348,11 +345,6 @@ def test_a_prompt_whose_episodes_keep_failing_ends_the_run(tmp_path, strategy):
     assert open_run(tmp_path).generations()["groups"].sum() > 0
 
 
-def test_a_time_limit_is_more_than_nothing(tmp_path):
-    with pytest.raises(ValueError, match=r"`environment_timeout` must be in \(0, inf\), got 0"):
-        tiny.config(tmp_path, environment_timeout=0)
-
-
 def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
@@ -360,9 +352,8 @@ def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):
     small = "environment_timeout=60, use_cpu=True, bf16=False, max_steps=1, max_completion_length=4, report_to='none'"
     names: dict[str, Any] = {}
     exec(example.replace("environment_timeout=60", small), names)
-    for part in agents.words():
-        part.save_pretrained(tmp_path / "model")
-    trainer = names["make_trainer"](str(tmp_path / "model"), agents.rows(12))
+    model = agents.save(tmp_path / "model")
+    trainer = names["make_trainer"](model, agents.rows(12))
     trainer.train()
     assert trainer.reward_func_names == ["Counter"]
     assert history(trainer, "lze/failed_episodes") == [0.0]
@@ -377,10 +368,9 @@ def test_the_calculator_of_the_example_trains(tmp_path, monkeypatch):
     for text in ("__import__('os')", "2 ** 9", "'a' * 9", "True + 1", "1" * 201, "(" * 150, "f(1)"):
         with pytest.raises((ValueError, SyntaxError)):
             example.calculate(text)
-    for part in agents.words():
-        part.save_pretrained(tmp_path / "model")
+    model = agents.save(tmp_path / "model")
     monkeypatch.setattr(example, "LZEGRPOTrainer", agents.scripted(LZEGRPOTrainer, ("calculate",)))
-    script = example.tools.Script(str(tmp_path / "model"), "reasoning_gym:chain_sum?size=9", shots=1)
+    script = example.tools.Script(model, "reasoning_gym:chain_sum?size=9", shots=1)
     (trainer := example.make_trainer(script, tiny.config(tmp_path, max_completion_length=300, max_steps=1))).train()
     assert history(trainer, "tools/call_frequency")[0] > 0
 
@@ -393,8 +383,7 @@ def test_the_openenv_agent_of_the_example_trains(tmp_path, monkeypatch):
     problems, port = "reasoning_gym:chain_sum?size=9&min_terms=2&max_terms=2&max_digits=1", tiny.free_port()
     monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
     example = importlib.import_module("openenv_agent")
-    for part in agents.words():
-        part.save_pretrained(tmp_path / "model")
+    model = agents.save(tmp_path / "model")
     monkeypatch.setattr(example, "LZEGRPOTrainer", agents.scripted(LZEGRPOTrainer, ("answer",), "text"))
     server = subprocess.Popen([sys.executable, examples / "openenv_server.py", problems, "--port", str(port)])
     try:
@@ -403,7 +392,7 @@ def test_the_openenv_agent_of_the_example_trains(tmp_path, monkeypatch):
                 socket.create_connection(("127.0.0.1", port), 1).close()
 
         def make(problems, folder, **settings):
-            script = example.tools.Script(str(tmp_path / "model"), problems)
+            script = example.tools.Script(model, problems)
             return example.make_trainer(script, tiny.config(folder, max_completion_length=300, **settings))
 
         trainer = make(problems, tmp_path, max_steps=4, environment_timeout=30)
@@ -420,9 +409,8 @@ def test_the_openenv_agent_of_the_example_trains(tmp_path, monkeypatch):
 
 def test_a_recipe_names_tools_and_environments(tmp_path):
     pytest.importorskip("reasoning_gym")
-    for part in agents.words():
-        part.save_pretrained(tmp_path / "model")
-    flags = {"model_name_or_path": tmp_path / "model", "output_dir": tmp_path, "report_to": "none", "use_cpu": True}
+    model = agents.save(tmp_path / "model")
+    flags = {"model_name_or_path": model, "output_dir": tmp_path, "report_to": "none", "use_cpu": True}
     flags |= {"bf16": False, "max_completion_length": 4, "max_steps": 1, "datasets": "reasoning_gym:chain_sum?size=9"}
     flags |= {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
 

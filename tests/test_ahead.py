@@ -15,7 +15,7 @@ from launches import on_processes
 from lze_trl import LZEGRPOTrainer
 from lze_trl.engine import Engine
 from lze_trl.record import open_run
-from lze_trl.step import GenerationStep
+from lze_trl.rollout.rounds import Rounds
 from seeded_vllm import SeededVLLM
 
 
@@ -158,13 +158,13 @@ def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before
 def test_without_a_lag_overlap_is_the_run_without(serve, tmp_path, monkeypatch):
     whole = told(train(tmp_path / "none", [serve()]))
 
-    def begin_and_start(step, plan, engine):
-        pending = begin(step, plan, engine)
+    def begin_and_start(rounds, plan, engine, generation):
+        pending = begin(rounds, plan, engine, generation)
         engine.start(pending.request, pending.ahead)
         return pending
 
-    begin = GenerationStep.begin
-    monkeypatch.setattr(GenerationStep, "begin", begin_and_start)
+    begin = Rounds.begin
+    monkeypatch.setattr(Rounds, "begin", begin_and_start)
     server = serve(delays=(0.0, 0.1))
     started = train(tmp_path / "started", [server])
     assert_same(told(started), whole)

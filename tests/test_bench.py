@@ -64,9 +64,6 @@ def test_key_names_everything_that_a_result_depends_on():
     assert RunSettings.from_dict(json.loads(json.dumps(vars(settings("dapo"))))) == settings("dapo")
 
 
-# ---- Runs ----
-
-
 # ---- The command ----
 
 

@@ -1,10 +1,10 @@
-"""The benchmark of situations for the gate's guard: how runs are compared, and both arms for a few steps."""
+"""The benchmarks of situations for the gate's guard, and of a shaped reward: how runs are compared, and all arms for a few steps."""
 
 import json
 
 import pytest
 
-from benchmarks import addition, guard, tasks
+from benchmarks import addition, guard, shaped, tasks
 from test_bench_gradients import SMALL
 
 
@@ -18,10 +18,23 @@ def test_a_gate_that_takes_half_the_tokens_for_the_same_accuracies():
     assert found["at_equal_tokens"] == pytest.approx(100 * (0.6 - 0.3))  # means of three, and `exact` at 20 tokens
 
 
-@pytest.mark.slow
-def test_from_the_command_line(tmp_path, monkeypatch):
+@pytest.fixture
+def small_model(tmp_path, monkeypatch):
     monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "warm-start")
     monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
+
+
+@pytest.mark.slow
+def test_a_shaped_reward_from_the_command_line(tmp_path, small_model):
+    shaped.main(["--seeds", "0", "--steps", "10", "--output", str(tmp_path / "out")])
+    results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]
+    assert len(results) == len(shaped.ARMS)
+    assert len({result["before"] for result in results}) == 1  # one model for all
+    assert all(title in (tmp_path / "out" / "tables.md").read_text() for title in shaped.TITLES.values())
+
+
+@pytest.mark.slow
+def test_situations_from_the_command_line(tmp_path, small_model):
     scenarios = ["long_tail", "scale"]
     guard.main(["--seeds", "0", "--steps", "5", "--output", str(tmp_path / "out"), "--scenarios", *scenarios])
     results = [json.loads(path.read_text())["result"] for path in (tmp_path / "out").glob("*.json")]

@@ -40,9 +40,6 @@ def test_real_and_computed_tokens_of_all_processes():
     assert sorted(layout.rows_of(0).tolist()) == [0, 1]
 
 
-# ---- Update ----
-
-
 # ---- End to end ----
 
 

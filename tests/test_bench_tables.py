@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import suite
+from benchmarks import demo_seeds, suite
 from benchmarks.settings import BenchError
 
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "words"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "words"
 
 
 def test_a_report_of_kept_results_is_the_kept_one(tmp_path):
@@ -19,6 +20,14 @@ def test_a_report_of_kept_results_is_the_kept_one(tmp_path):
     suite.report(kept, Console(file=io.StringIO(), width=200))
     for name in ("tables.md", "results.jsonl"):
         assert (kept / name).read_text() == (RESULTS / name).read_text()
+
+
+def test_the_table_of_the_demo_and_that_of_the_readme_are_those_of_its_kept_runs():
+    kept = ROOT / "benchmarks" / "results" / "demo"
+    table = demo_seeds.markdown(demo_seeds.read_results(kept))
+    assert (kept / "tables.md").read_text() == table + "\n"
+    readme = (ROOT / "README.md").read_text()
+    assert all(line in readme for line in [line for line in table.splitlines() if line.startswith("|")][2:])
 
 
 def test_a_report_without_a_baseline_is_refused(tmp_path):

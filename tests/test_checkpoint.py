@@ -17,7 +17,6 @@ from lze_trl.checkpoint import (
     load,
     load_parts,
     save,
-    save_parts,
 )
 
 
@@ -29,6 +28,16 @@ ARRAYS = {
     "pruned": np.array([True, False]),
     "none": np.empty(0, dtype=np.int16),
 }
+
+
+class Part(dict):
+    """A part whose state is what it holds."""
+
+    state_dict, load_state_dict = dict.copy, dict.update
+
+
+def save_arrays(directory: Path, name: str, arrays: dict[str, np.ndarray] = ARRAYS, **meta):
+    save(directory, name, {"part": Part(arrays)}, meta)
 
 
 def files(directory: Path) -> list[str]:
@@ -47,17 +56,17 @@ def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    save(tmp_path / "new" / "folder", "pair", ARRAYS, {"step": 3, "ledger": {"rows": 0.5}})
-    tensors, meta = load(tmp_path / "new" / "folder", "pair")
-    assert same(tensors, ARRAYS)
-    assert (meta["step"], meta["ledger"], meta["schema_version"]) == (3, {"rows": 0.5}, SCHEMA_VERSION)
+    save(tmp_path / "new" / "folder", "pair", {"a": Part(ARRAYS), "b": Part(rows=[0.5])}, {"step": 3})
+    states, meta = load(tmp_path / "new" / "folder", "pair")
+    assert same(states["a"], ARRAYS) and states["b"] == {"rows": [0.5]}
+    assert (meta["step"], meta["schema_version"]) == (3, SCHEMA_VERSION)
     assert files(tmp_path / "new" / "folder") == ["pair.arrays", "pair.json"]
 
 
 @pytest.mark.parametrize("written", [0, 1])
 def test_a_writer_that_fails_leaves_the_old_files_or_nothing_to_trust(tmp_path, monkeypatch, written):
     """When the disk fills up before the first or the second file is put in its place."""
-    save(tmp_path, "pair", ARRAYS, {"step": 1})
+    save_arrays(tmp_path, "pair", step=1)
     done, replace = [], os.replace
 
     def fill_up(source, target):
@@ -68,18 +77,18 @@ def test_a_writer_that_fails_leaves_the_old_files_or_nothing_to_trust(tmp_path, 
 
     monkeypatch.setattr("os.replace", fill_up)
     with pytest.raises(OSError, match="No space left on device"):
-        save(tmp_path, "pair", {"other": np.arange(2)}, {"step": 2})
+        save_arrays(tmp_path, "pair", {"other": np.arange(2)}, step=2)
     assert files(tmp_path) == ["pair.arrays", "pair.json"]
     if written:
         with pytest.raises(ValueError, match="belong to different checkpoints"):
             load(tmp_path, "pair")
     else:
-        tensors, meta = load(tmp_path, "pair")
-        assert same(tensors, ARRAYS) and meta["step"] == 1
+        states, meta = load(tmp_path, "pair")
+        assert same(states["part"], ARRAYS) and meta["step"] == 1
 
 
 def test_a_missing_file(tmp_path):
-    save(tmp_path, "pair", ARRAYS, {})
+    save_arrays(tmp_path, "pair")
     with pytest.raises(FileNotFoundError, match=r"other\.json"):
         load(tmp_path, "other")
     (tmp_path / "pair.arrays").unlink()
@@ -97,7 +106,7 @@ def cut(path: Path):
 
 def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
     """Put the arrays of another pair beside a description."""
-    save(directory / "other", "pair", tensors, {})
+    save_arrays(directory / "other", "pair", tensors)
     (directory / "other" / "pair.arrays").replace(directory / "pair.arrays")
 
 
@@ -114,32 +123,21 @@ def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
     ],
 )
 def test_what_cannot_be_trusted_is_refused(tmp_path, damage, message):
-    save(tmp_path, "pair", ARRAYS, {"step": 1})
+    save_arrays(tmp_path, "pair")
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(tmp_path, "pair")
 
 
-class Part:
-    def __init__(self, **memory):
-        self.memory = memory
-
-    def state_dict(self):
-        return self.memory
-
-    def load_state_dict(self, state):
-        self.memory = state
-
-
 def test_parts_continue_with_what_they_have_saved(tmp_path):
     parts = {"state": Part(**ARRAYS, step=3), "stateful": Part(ids=ARRAYS["pruned"]), "empty": Part()}
-    save_parts(tmp_path, "pair", parts, {"global_step": 2})
-    loaded = {name: Part() for name in parts}
-    assert load_parts(tmp_path, "pair", loaded)["global_step"] == 2
-    assert loaded["state"].memory.pop("step") == 3
-    assert same(loaded["state"].memory, ARRAYS)
-    assert same(loaded["stateful"].memory, {"ids": ARRAYS["pruned"]})
-    assert loaded["empty"].memory == {}
+    save(tmp_path, STATE_NAME, parts, {"global_step": 2})
+    loaded = {name: Part() for name in (*parts, "not saved")}
+    assert load_parts(tmp_path, loaded)["global_step"] == 2
+    assert loaded["state"].pop("step") == 3
+    assert same(loaded["state"], ARRAYS)
+    assert same(loaded["stateful"], {"ids": ARRAYS["pruned"]})
+    assert loaded["empty"] == loaded["not saved"] == {}
 
 
 # ---- The checkpoints of a run ----
@@ -147,7 +145,7 @@ def test_parts_continue_with_what_they_have_saved(tmp_path):
 
 def make_checkpoint(run: Path, step: int) -> Path:
     checkpoint = run / f"checkpoint-{step}"
-    save(checkpoint, STATE_NAME, {"ids": np.arange(step)}, {"global_step": step})
+    save_arrays(checkpoint, STATE_NAME, global_step=step)
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return checkpoint
 
@@ -187,7 +185,7 @@ def test_the_state_of_a_run(tmp_path):
     (make_checkpoint(tmp_path, 20) / "trainer_state.json").unlink()
     assert find_state(tmp_path) == tmp_path / "checkpoint-10"
     assert find_state(tmp_path / "checkpoint-10") == tmp_path / "checkpoint-10"
-    save(tmp_path, STATE_NAME, ARRAYS, {"global_step": 15})
+    save_arrays(tmp_path, STATE_NAME, global_step=15)
     assert find_state(tmp_path) == tmp_path
     make_checkpoint(tmp_path, 30)  # the run was continued, and killed
     assert find_state(tmp_path) == tmp_path / "checkpoint-30"

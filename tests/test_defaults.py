@@ -4,19 +4,7 @@ import pytest
 from datasets import Dataset
 
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.checkpoint import STATE_NAME, load
-from lze_trl.job.recipe import parse_recipe
-
-
-def make(directory, dataset, reward=tiny.even_length_reward, **kwargs):
-    return LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=reward,
-        args=tiny.config(directory, **kwargs),
-        train_dataset=dataset,
-        processing_class=tiny.tokenizer(),
-    )
 
 
 def repeated(*rows: int) -> Dataset:
@@ -24,7 +12,7 @@ def repeated(*rows: int) -> Dataset:
 
 
 def test_a_stream_is_neither_pruned_nor_deduplicated_and_one_line_says_so(tmp_path, caplog):
-    trainer = make(tmp_path, tiny.prompts(11).to_iterable_dataset(), save_strategy="steps", save_steps=3)
+    trainer = tiny.make(tmp_path, dataset=tiny.prompts(11).to_iterable_dataset(), save_strategy="steps", save_steps=3)
     lines = [record.getMessage() for record in caplog.records if record.name == "lze_trl.checks"]
     assert len(lines) == 1 and "prompts are neither pruned nor deduplicated" in lines[0]
     assert trainer.resolved == {"pruning": "none", "deduplicate": False}
@@ -34,7 +22,7 @@ def test_a_stream_is_neither_pruned_nor_deduplicated_and_one_line_says_so(tmp_pa
 
 
 def test_repeats_are_kept_where_too_few_prompts_would_remain(tmp_path, caplog):
-    trainer = make(tmp_path, repeated(0, 0, 1, 1))  # a batch of three groups from two prompts
+    trainer = tiny.make(tmp_path, dataset=repeated(0, 0, 1, 1))  # a batch of three groups from two prompts
     assert len(trainer.train_dataset) == 4
     assert trainer.resolved["deduplicate"] is False
     assert "has 4 rows and 2 different prompts, and a generation batch takes 3" in caplog.text
@@ -42,18 +30,12 @@ def test_repeats_are_kept_where_too_few_prompts_would_remain(tmp_path, caplog):
     assert trainer.ledger.groups_rolled_out == 9
     assert len(trainer.prompt_state["visits"]) == 4
     with pytest.raises(ValueError, match="has 2 different prompts, and a generation batch takes 3"):
-        make(tmp_path, repeated(0, 1))
+        tiny.make(tmp_path, dataset=repeated(0, 1))
 
 
 @pytest.mark.parametrize(("nothing", "streamed"), [(None, False), ([], True)])
 def test_a_column_without_images_is_text(tmp_path, nothing, streamed):
     dataset = tiny.prompts(11).add_column("images", [nothing] * 11)
-    trainer = make(tmp_path, dataset.to_iterable_dataset() if streamed else dataset)
+    trainer = tiny.make(tmp_path, dataset=dataset.to_iterable_dataset() if streamed else dataset)
     trainer.train()
     assert trainer.ledger.groups_rolled_out == 9
-
-
-@pytest.mark.parametrize(("flags", "pruning"), [([], None), (["--pruning", "none"], "none")])
-def test_the_command_line_leaves_a_choice_open_or_names_it(tmp_path, flags, pruning):
-    _, config, _ = parse_recipe(["--output_dir", str(tmp_path), "--use_cpu", "true", *flags])
-    assert config.pruning == pruning

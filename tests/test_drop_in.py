@@ -13,8 +13,7 @@ from lze_trl import LZEGRPOTrainer
 
 def make(directory, cls=LZEGRPOTrainer, **settings):
     own = {"model": tiny.save(directory / "model")} if settings.get("beta") else {}
-    own |= {"callbacks": settings.pop("callbacks")} if "callbacks" in settings else {}
-    return tiny.make(directory, cls, trainer=own, **{"strategy": "exact"} | settings)
+    return tiny.make(directory, cls, **{"strategy": "exact", "trainer": own} | settings)
 
 
 # ---- Overrides ----
@@ -40,21 +39,17 @@ def noting(base, called):
     return noting_class
 
 
-@pytest.mark.parametrize("strategy", ["exact", "gate"])
-def test_overrides_are_called(tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "mixin"), [("exact", None), ("gate", None), ("exact", 0), ("exact", 1)])
+def test_overrides_are_called(tmp_path, strategy, mixin):
     called = set()
+    cls, expected = noting(LZEGRPOTrainer, called), set(HOOKS)
+    if mixin is not None:  # on either side
+        bases = [LZEGRPOTrainer, noting(GRPOTrainer, called)]
+        cls = type("Mixed", tuple(bases if mixin else bases[::-1]), {})
+        expected -= {"_prepare_inputs"}  # which hands out the packed rows, and is ours
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "remove_unused_columns": True}
-    make(tmp_path, noting(LZEGRPOTrainer, called), strategy=strategy, beta=0.1, **settings).train()
-    assert called == set(HOOKS)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_mixin_is_called_on_either_side(tmp_path, first):
-    called = set()
-    mixin = noting(GRPOTrainer, called)
-    cls = type("Mixed", (mixin, LZEGRPOTrainer) if first else (LZEGRPOTrainer, mixin), {})
-    make(tmp_path, cls, save_strategy="steps", save_steps=1, max_steps=1, beta=0.1, remove_unused_columns=True).train()
-    assert called >= set(HOOKS) - {"_prepare_inputs"}  # which hands out the packed rows, and is ours
+    make(tmp_path, cls, strategy=strategy, beta=0.1, **settings).train()
+    assert called >= expected
 
 
 def zeroed(self, inputs):
@@ -119,10 +114,8 @@ def test_a_loss_can_read_what_was_logged_of_the_batch(tmp_path):
 
     trainer = make(tmp_path, Reading, selector="all")
     trainer.train()
-    logged = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    assert [reward for reward, _ in seen] == pytest.approx(logged)
-    entropies = [line["entropy"] for line in trainer.state.log_history if "entropy" in line]
-    assert [entropy for _, entropy in seen] == pytest.approx(entropies)
+    assert [reward for reward, _ in seen] == pytest.approx(tiny.history(trainer, "reward"))
+    assert [entropy for _, entropy in seen] == pytest.approx(tiny.history(trainer, "entropy"))
 
 
 def test_a_trainer_may_trim_what_is_pickled(tmp_path):
@@ -152,7 +145,7 @@ def test_the_table_of_completions_is_filled_as_by_trl(tmp_path):
 @pytest.mark.parametrize(("base", "quiet"), [(ProgressCallback, False), (PrinterCallback, True)])
 def test_a_users_own_printer_stays(tmp_path, base, quiet):
     own = type("Mine", (base,), {})
-    trainer = make(tmp_path, callbacks=[own], summary=True, disable_tqdm=quiet)
+    trainer = make(tmp_path, trainer={"callbacks": [own]}, summary=True, disable_tqdm=quiet)
     kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
     assert own in kinds
     assert ProgressCallback not in kinds and PrinterCallback not in kinds
@@ -234,8 +227,7 @@ def test_reward_functions_are_the_users_own(tmp_path):
     trainer = make(tmp_path, reward_funcs=weighted)
     trainer.reward_funcs[0].weight = 3.0
     trainer.train()
-    rewards = [line["rewards/Weighted/mean"] for line in trainer.state.log_history if "reward" in line]
-    assert max(rewards) > 1.0
+    assert max(tiny.history(trainer, "rewards/Weighted/mean")) > 1.0
     trainer.reward_funcs[0] = lambda completions, **kwargs: [math.nan] * len(completions)
     with pytest.raises(ValueError, match="The reward function 'Weighted' returned NaN"):
         trainer.train()
@@ -243,7 +235,7 @@ def test_reward_functions_are_the_users_own(tmp_path):
 
 def test_settings_may_be_shared(tmp_path):
     args = tiny.config(tmp_path, strategy="lze")
-    before = dict(vars(args))
+    before = args.pruning, args.deduplicate
 
     def make(dataset):
         return LZEGRPOTrainer(tiny.model(), tiny.even_length_reward, args, dataset, processing_class=tiny.tokenizer())
@@ -253,9 +245,7 @@ def test_settings_may_be_shared(tmp_path):
     assert (trainer.resolved["pruning"], trainer.resolved["deduplicate"]) == ("refill", True)
     streamed = make(dataset=tiny.prompts(11).to_iterable_dataset())
     assert (streamed.resolved["pruning"], streamed.resolved["deduplicate"]) == ("none", False)
-    assert {name: vars(args)[name] for name in ("pruning", "deduplicate")} == {
-        name: before[name] for name in ("pruning", "deduplicate")
-    }
+    assert (args.pruning, args.deduplicate) == before
     few = Dataset.from_list(tiny.prompts(2).to_list() * 2)
     assert len(make(dataset=few).train_dataset) == 4
     assert len(make(dataset=Dataset.from_list(tiny.prompts(5).to_list() * 2)).train_dataset) == 5

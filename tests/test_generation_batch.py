@@ -1,13 +1,11 @@
 """A packed generation batch: what TRL's loss gets in each micro-step, and what a checkpoint keeps of it."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from lze_trl.batch import Batch, Table
-from lze_trl.checkpoint import load_parts, save_parts
+from lze_trl.checkpoint import load, save
 from lze_trl.pack import micro_batch as packed
 from lze_trl.pack.layout import Geometry, Layout, MicroBatch
 from lze_trl.pack.micro_batch import filler_inputs
@@ -155,10 +153,8 @@ def test_a_checkpoint_keeps_the_batch(tmp_path):
         "seen": ["a", None, {"at": [1, 2]}],
     }
     batch = build(weights=(1.0, 3.0, 0.5, 1.0), **held)
-    save_parts(tmp_path, "rows", {"rows": batch}, {})
-    saved = {}
-    load_parts(tmp_path, "rows", {"rows": SimpleNamespace(load_state_dict=saved.update)})
-    again = Batch.from_state(saved, Layout.from_state)
+    save(tmp_path, "rows", {"rows": batch}, {})
+    again = Batch.from_state(load(tmp_path, "rows")[0]["rows"], Layout.from_state)
     assert again.held.keys() == batch.held.keys()
     assert again.held["seen"] == held["seen"]
     for name, tensor in batch.held.items():

@@ -198,11 +198,13 @@ def test_with_a_gradient_scaler_steps_without_a_live_group_are_those_of_trl(tmp_
     assert distance(theirs, ours) < 1e-6
 
 
-def test_everything_selected_is_trl_on_a_stream_with_duplicates(tmp_path):
+@pytest.mark.parametrize("streamed", [True, False])
+def test_everything_selected_is_trl_where_rows_repeat(tmp_path, streamed):
     rows = tiny.prompts(9).select([0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8])
-    settings = shape("two optimizer steps a batch") | {"beta": 0.1, "shuffle_dataset": False}
-    ours = train(LZEGRPOTrainer, tmp_path / "ours", dataset=rows.to_iterable_dataset(), **PLAIN, **settings)
-    theirs = train(GRPOTrainer, tmp_path / "theirs", dataset=rows.to_iterable_dataset(), **settings)
+    settings = shape("two optimizer steps a batch") | {"beta": 0.1, "shuffle_dataset": not streamed}
+    settings["dataset"] = rows.to_iterable_dataset() if streamed else rows
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", deduplicate=False, **PLAIN, **settings)
+    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
     assert moved(theirs) > 1e-3
     assert distance(ours, theirs) == 0.0
 

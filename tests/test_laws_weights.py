@@ -46,14 +46,12 @@ def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings
     rewards = [even_tokens] if "beta" in settings else [even_tokens, digits]
 
     def run(cls, name, **own):
-        settings_of = (
-            {"optim": "sgd", "learning_rate": 0.5, "reward_weights": [1.0, 0.7][: len(rewards)]} | settings | own
+        sgd = {"optim": "sgd", "learning_rate": 0.5, "reward_weights": [1.0, 0.7][: len(rewards)]}
+        given = {"model": tiny.save(tmp_path / "model"), "rollout_func": twins}
+        all_settings = sgd | settings | own
+        return tiny.run(
+            tmp_path / name, cls=cls, reward_funcs=rewards, dataset=tiny.prompts(17), trainer=given, **all_settings
         )
-        args = tiny.config(tmp_path / name, **settings_of)
-        model, data = tiny.save(tmp_path / "model"), tiny.prompts(17)
-        trainer = cls(model, rewards, args, data, rollout_func=twins)
-        trainer.train()
-        return trainer
 
     theirs = run(GRPOTrainer, "theirs")
     own = {"selector": "all", "pruning": "none", "loss_normalizer": normalizer}

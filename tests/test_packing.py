@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lze_trl.pack.layout import (
+    REPLICATED_COST,
+    SHARDED_COST,
     Geometry,
     Layout,
     MicroBatch,
-    micro_step_cost,
     pack,
     padding_efficiency,
     trl_layout,
@@ -263,7 +264,7 @@ def real_steps(layout: Layout) -> int:
     return sum(batch is not None for batch in layout.micro_steps)
 
 
-@pytest.mark.parametrize("cost", [micro_step_cost(sharded) for sharded in (False, True)])
+@pytest.mark.parametrize("cost", [REPLICATED_COST, SHARDED_COST])
 def test_a_batch_of_uneven_lengths_takes_no_more_micro_steps_than_its_rows(cost):
     # 8 processes × 4 rows × 64 micro-steps, four optimizer steps, ρ = 0.4: 103 micro-steps hold the rows
     rng = np.random.default_rng(0)

@@ -83,9 +83,9 @@ def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):
     main(["train", path, "--dry_run"])
     assert "written by the model, from 2 seeds" in " ".join(capsys.readouterr().out.split())
     assert train(*parse_recipe(["--config", path]))["rows_rolled_out"] == 3 * 12
-    arrays, meta = store.load(tmp_path / "run", store.STATE_NAME)
-    texts = meta["parts"]["instruction"]["text"]
-    assert len(texts) == len(arrays["instruction/prompt_ids"]) >= 9
+    state = store.load(tmp_path / "run", store.STATE_NAME)[0]["instruction"]
+    texts = state["text"]
+    assert len(texts) == len(state["prompt_ids"]) >= 9
     assert all(text.startswith("What is the") for text in texts)
-    assert arrays["instruction/visits"].sum() == 9
-    assert prompt_id(texts[0] + " Sum:") == arrays["instruction/prompt_ids"][0]
+    assert state["visits"].sum() == 9
+    assert prompt_id(texts[0] + " Sum:") == state["prompt_ids"][0]

@@ -57,20 +57,14 @@ def reward_model() -> Qwen2ForSequenceClassification:
     return model.eval()
 
 
-def make(trainer_class, directory, rewards, rollout_func=same_for_some, **kwargs):
+def make(trainer_class, directory, rewards, rollout_func=same_for_some, **settings):
+    own = {"model": tiny.model(), "rollout_func": rollout_func}
     funcs = rewards["reward_funcs"]
-    own = {"reward_funcs": funcs}
     if funcs is reward_model:
-        own = {"reward_funcs": reward_model(), "reward_processing_classes": tiny.tokenizer()}
+        funcs, own["reward_processing_classes"] = reward_model(), tiny.tokenizer()
     weights = {name: value for name, value in rewards.items() if name == "reward_weights"}
-    return trainer_class(
-        model=tiny.model(),
-        args=tiny.config(directory, **({"optim": "sgd", "learning_rate": 0.5} | weights | kwargs)),
-        train_dataset=tiny.prompts(17),
-        processing_class=tiny.tokenizer(),
-        rollout_func=rollout_func,
-        **own,
-    )
+    settings = {"optim": "sgd", "learning_rate": 0.5} | weights | settings
+    return tiny.make(directory, trainer_class, funcs, tiny.prompts(17), own, **settings)
 
 
 REWARDS = {

@@ -32,26 +32,6 @@ def test_rows_that_would_waste_more_than_a_micro_step_costs_are_computed_apart()
     assert splits([290, 289], most=2, cost=0) == [0, 1, 2]
 
 
-def test_too_few_micro_steps():
-    # 1000 beside 600 wastes 400, 600 beside 100 wastes 500, all three waste 1300
-    assert splits([1000, 600, 100], most=3) == [0, 1, 2, 3]
-    assert splits([1000, 600, 100], most=2) == [0, 2, 3]
-    assert splits([1000, 600, 100], most=1) == [0, 3]
-    assert splits([1000, 600, 100], most=2, cost=0) == [0, 2, 3]
-
-
-def test_boundaries_lie_where_the_fewest_tokens_are_computed():
-    assert splits([1000, 1000, 600, 600, 600, 0], most=2, prompt=0) == [0, 2, 6]
-
-
-def test_capacity_for_tokens_and_for_completion_tokens():
-    rows = [50, 50, 50, 50]
-    assert splits(rows, most=4, capacity=Capacity(240, 200)) == [0, 4]
-    for capacity, runs in ((Capacity(180, 200), [1, 3]), (Capacity(240, 149), [2, 2])):
-        found = splits(rows, most=4, capacity=capacity)
-        assert sorted(np.diff(found).tolist()) == runs
-
-
 @pytest.mark.parametrize("capacity", [Capacity(1, 1), Capacity(59, 1000), Capacity(1000, 49)])
 def test_a_row_that_is_too_long_is_computed_alone(capacity):
     assert splits([50, 50, 50], most=3, capacity=capacity) == [0, 1, 2, 3]

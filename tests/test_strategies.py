@@ -1,11 +1,12 @@
 """A strategy is a name for settings: however it is given, it is the settings; and whatever is given besides wins."""
 
 import json
+import math
 from dataclasses import fields, replace
 
 import pytest
 import yaml
-from trl import GRPOConfig, GRPOTrainer, TrlParser
+from trl import GRPOConfig, TrlParser
 
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
@@ -13,7 +14,8 @@ from lze_trl.checks import prepare
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.strategies import DEFAULT, REMOVED, REMOVED_STRATEGIES, STRATEGIES, settings_of
-from test_laws import distance, moved, train
+from samples import NAN
+from test_laws import train
 
 
 # No strategy has these
@@ -135,14 +137,9 @@ def test_an_unknown_one_is_refused_with_the_nearest(tmp_path):
         parse_recipe(["--config", str(recipe)])
 
 
-def test_grpo_is_trl_bit_for_bit_also_where_rows_repeat(tmp_path):
-    # `test_laws.py` shows it for every loss and shape of batch
-    rows = tiny.prompts(9).select([0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8])
-    settings = {"dataset": rows, "max_steps": 6, "beta": 0.1}
-    ours = train(LZEGRPOTrainer, tmp_path / "ours", strategy="grpo", deduplicate=False, **settings)
-    theirs = train(GRPOTrainer, tmp_path / "theirs", **settings)
-    assert moved(theirs) > 1e-3
-    assert distance(ours, theirs) == 0.0
+def test_a_setting_of_a_block_says_so(tmp_path):
+    with pytest.raises(RecipeError, match=r"There is no setting `streak`.* of `planner_kwargs`"):
+        check_recipe(["--streak=1"])
 
 
 def recorded(directory) -> dict:
@@ -199,8 +196,15 @@ def test_a_strategy_of_an_earlier_version_says_what_to_write(tmp_path, name):
             "no setting 'advantage_statistics' here. Leave it out: groups",
         ),
         ({"self_play": True}, "`self_play` must be a mapping of settings to values, got True"),
+        *(({"selection_ratio": value}, r"`selection_ratio` must be in \(0, 1\]") for value in (0, 1.4, NAN)),
+        *(({"pass_threshold": value}, r"`pass_threshold` must be in \(-inf, inf\)") for value in (NAN, math.inf)),
+        ({"environment_timeout": 0}, r"`environment_timeout` must be in \(0, inf\), got 0"),
+        ({"packing": "no"}, "`packing` must be true or false"),
+        *(({"reward_range": ends}, "two increasing, finite numbers") for ends in ([1.0, 0.0], [0.0], [0.0, NAN])),
+        ({"reward_range": ["0", "1"]}, "`reward_range` must be a list, each item a number"),
+        ({"selector": "best"}, "`selector` must be one of"),
     ],
 )
-def test_what_a_block_holds_is_checked(tmp_path, settings, message):
+def test_bad_values_are_refused_when_the_configuration_is_made(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         tiny.config(tmp_path, **settings)

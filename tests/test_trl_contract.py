@@ -11,18 +11,8 @@ import pytest
 from trl import GRPOTrainer
 
 import tiny
-from lze_trl import LZEGRPOTrainer, trl_contract
+from lze_trl import trl_contract
 from lze_trl.trl_contract import NEWEST, STATE, changes, check_releases
-
-
-def make(directory, cls=LZEGRPOTrainer):
-    return cls(
-        model=tiny.model(),
-        reward_funcs=tiny.digit_reward,
-        args=tiny.config(directory),
-        train_dataset=tiny.prompts(5),
-        processing_class=tiny.tokenizer(),
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +28,7 @@ def release(monkeypatch, **versions):
 
 def test_the_installed_releases_are_as_expected(tmp_path):
     assert list(changes()) == []
-    trainer = make(tmp_path, GRPOTrainer)
+    trainer = tiny.make(tmp_path, GRPOTrainer)
     later = {"_last_loaded_step", "_environment_pool"}  # with vLLM, or an environment
     assert [name for name in STATE.keys() - later if not hasattr(trainer, name)] == []
     assert set(trainer._logs) == {"images", "prompt", "completion", "rewards", "advantages", "extra"}
@@ -47,7 +37,7 @@ def test_the_installed_releases_are_as_expected(tmp_path):
 def test_a_newer_release_with_the_same_forms_is_used_with_one_warning(tmp_path, monkeypatch, caplog):
     release(monkeypatch, trl="1.99.0")
     for _ in range(2):
-        make(tmp_path)
+        tiny.make(tmp_path)
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "lze_trl.trl_contract"]
     assert "trl 1.99.0" in warning and f"tested with (trl {NEWEST['trl']})" in warning
 
@@ -76,7 +66,7 @@ def test_a_release_that_has_changed_a_method_is_refused(tmp_path, monkeypatch, m
         assert list(changes()) == []
         return
     with pytest.raises(ImportError, match=rf"trl 1.99.0 .* has changed: {told}.* pip install 'trl=={NEWEST['trl']}"):
-        make(tmp_path)
+        tiny.make(tmp_path)
 
 
 def test_a_release_without_an_attribute_is_refused(monkeypatch):

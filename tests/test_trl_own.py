@@ -2,9 +2,11 @@
 
 import sys
 
+import pytest
+
 from launches import fork
 from trl_own.__main__ import main
-from trl_own.stand_ins import ADDED, own_id, tokenizer, with_own_ids
+from trl_own.stand_ins import ADDED, own_id, prepare, tokenizer, with_own_ids
 
 
 TESTS = """\
@@ -90,36 +92,16 @@ def test_the_table_says_which_trainer_passes_what(tmp_path):
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
-    log = tmp_path / "log"
-    process = fork(log, {}, compare, [str(tmp_path)])
-    process.join(timeout=300)
-    assert process.exitcode == 1
-    assert "is no checkout of TRL: it has no tests/test_grpo_trainer.py. Make one by `git clone" in log.read_text()
+    with pytest.raises(
+        SystemExit, match=r"no checkout of TRL: it has no tests/test_grpo_trainer.py. Make one by `git clone"
+    ):
+        prepare(tmp_path, tmp_path)
 
 
 def test_ids_of_qwen_become_those_of_the_stand_ins():
     encoder = tokenizer()
-    call = [
-        151657,
-        198,
-        4913,
-        606,
-        788,
-        330,
-        927,
-        411,
-        497,
-        330,
-        16370,
-        788,
-        5212,
-        1318,
-        788,
-        330,
-        6023,
-        95642,
-        151658,
-    ]
+    call = [151657, 198, 4913, 606, 788, 330, 927, 411, 497, 330, 16370, 788, 5212, 1318, 788]
+    call += [330, 6023, 95642, 151658]
     text = '<tool_call>\n{"name": "shout", "arguments": {"text": "hi"}}\n</tool_call>'
     assert encoder.decode([own_id(number) for number in call]) == text
     assert encoder.decode(encoder(text)["input_ids"]) == text

@@ -22,12 +22,12 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 ALPHABET = string.digits + "+-*/= ?" + string.ascii_letters
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
     """One token a character."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *ALPHABET])}
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"

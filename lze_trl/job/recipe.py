@@ -13,7 +13,7 @@ from ..checks import refuse_contradictions
 from ..config import LZEGRPOConfig
 from ..data import PromptStyle
 from ..rewards import MajorityReward
-from ..settings import check_value
+from ..settings import RANGES, check_value
 from ..strategies import REMOVED, settings_of
 from . import RecipeError, near_names, read_recipe, user_errors
 
@@ -148,4 +148,6 @@ def _refuse(unknown: str):
         raise RecipeError(f"Unexpected argument `{unknown}`. Flags are written `--name value`.")
     if name in REMOVED:
         raise RecipeError(f"`{name}` is no setting any more. {REMOVED[name]}")
-    raise RecipeError(f"There is no setting `{name}`.{near_names(name, KEYS)}")
+    blocks = " or ".join(f"`{block}`" for block, names in RANGES.items() if name in names)
+    hint = f" It is a setting of {blocks}." if blocks else near_names(name, KEYS)
+    raise RecipeError(f"There is no setting `{name}`.{hint}")

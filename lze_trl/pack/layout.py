@@ -24,17 +24,13 @@ from .splits import Capacity, fewest_runs, split
 
 
 REPLICATED_COST, SHARDED_COST = 256, 1_024
+"""
+What a micro-step costs besides its tokens, in tokens of each process, by whether weights are sharded.
 
-
-def micro_step_cost(sharded: bool) -> int:
-    """
-    What a micro-step costs besides its tokens, in tokens of each process.
-
-    It moves 6 bytes a weight in bfloat16 (forward, backward, gradients), and a token takes 6 FLOPs a weight: it costs as many
-    tokens as a GPU computes FLOPs while it moves a byte. At 400 TFLOP/s that is about 200 from the GPU's own memory (2 TB/s;
-    some more for kernel launches), and 1,000 where ZeRO-3 or FSDP gathers within a node (400 GB/s).
-    """
-    return SHARDED_COST if sharded else REPLICATED_COST
+It moves 6 bytes a weight in bfloat16 (forward, backward, gradients), and a token takes 6 FLOPs a weight: it costs as many tokens as a
+GPU computes FLOPs while it moves a byte. At 400 TFLOP/s that is about 200 from the GPU's own memory (2 TB/s; some more for kernel
+launches), and 1,000 where ZeRO-3 or FSDP gathers within a node (400 GB/s).
+"""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ def micro_batch(
     - `lze_row_share`: the factor of terms that TRL averages over micro-batches,
     - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by them already,
     - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
-    - `lze_tokens` and `lze_rows`: tokens that the loss covers, and rows, of all processes,
-    - `lze_by_trl`: whether it is a micro-batch of TRL's own.
+    - `lze_tokens` and `lze_rows`: tokens that the loss covers, and rows, of all processes.
     """
     step, chosen = batch.layout.micro_steps[slot], batch.rows
     if step is None:
@@ -62,7 +61,6 @@ def micro_batch(
     inputs["lze_scale"] = scale
     inputs["lze_tokens"] = int(chosen.loss_tokens[step.rows[~step.filler]].sum())
     inputs["lze_rows"] = int((~step.filler).sum())
-    inputs["lze_by_trl"] = batch.layout.by_trl
     inputs["lze_row_share"] = row_share(rows, chosen, geometry)
     return inputs
 

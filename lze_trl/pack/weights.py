@@ -29,12 +29,6 @@ class Weights(Table):
         weight (float64): Loss weight of the row, 1 unless it stands for others.
     """
 
-    def scaled(self, factor: float) -> "Weights":
-        """Scale the normalisers as if the batch had `factor` times the rows, the extra ones without gradient."""
-        return self.with_columns(
-            **{name: getattr(self, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
-        )
-
 
 def weights_of_chosen(
     loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator

@@ -14,26 +14,19 @@ class Window:
     """What the micro-steps of an optimizer step leave behind for its end."""
 
     def __init__(self):
-        self.reset()
-
-    def reset(self):
-        """Begin anew."""
         self.real_steps = 0  # micro-steps so far that had rows
         self.seconds = 0.0  # so far
         self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
-        self._by_trl = True  # whether all micro-batches so far were TRL's own
+        self.by_trl = True  # whether all micro-batches so far were TRL's own
         self._logged: dict[str, list[float]] = defaultdict(list)  # as TRL logged it
         self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)  # value and weight of each micro-batch
         self._totals: dict[str, float] = defaultdict(float)  # losses
 
-    def add(
-        self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float], by_trl: bool
-    ):
+    def add(self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float]):
         """
         Take what TRL has logged of a micro-batch out of `logged`. `weight` says of how many tokens or rows a metric is the mean;
-        `shares` says what the micro-batch weighs in losses, by the name of their metrics; `by_trl`, that it is one of TRL's own.
+        `shares` says what the micro-batch weighs in losses, by the name of their metrics.
         """
-        self._by_trl &= by_trl
         for name in [name for name in logged if name != "entropy_coef"]:  # that is of the optimizer step
             values = logged.pop(name)
             self._logged[name] += values
@@ -44,15 +37,13 @@ class Window:
 
     def close(self) -> dict[str, list[float]]:
         """
-        End the optimizer step, and return what to log of it: what TRL has logged, if all micro-batches were TRL's own. Else its
+        What to log of the optimizer step at its end: what TRL has logged, if all micro-batches were TRL's own. Else its
         losses, and entropy, KL and clip ratios as means over its tokens or rows, minima and maxima as those of its sequences:
         micro-batches differ in size, so that TRL's mean over them would depend on the packing.
         """
+        if self.by_trl:
+            return self._logged
         metrics: dict[str, list[float]] = {}
-        if self._by_trl:
-            metrics = self._logged
-            self.reset()
-            return metrics
         for name, parts in self._means.items():
             values, weights = np.array(parts).T
             counted = (weights > 0) & ~np.isnan(values)  # neither fillers nor fully masked rows
@@ -60,6 +51,4 @@ class Window:
                 metrics[name] = [float(_EXTREMES[name](values[counted]))]
             elif counted.any():
                 metrics[name] = [float(np.average(values[counted], weights=weights[counted]))]
-        metrics |= {name: [value] for name, value in self._totals.items()}
-        self.reset()
-        return metrics
+        return metrics | {name: [value] for name, value in self._totals.items()}

@@ -47,7 +47,7 @@ class Pending:
     plan: Plan
     rng: np.random.Generator
     lots: np.ndarray  # a random number of each prompt that was planned
-    request: Any = None  # of the round under way, the engine's own; `None` if no completions are wanted
+    request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
     ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
     round: int = 0
@@ -94,7 +94,7 @@ class Rounds:
             self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
-            pending.request = engine.begin(plan.inputs, self.args.num_generations)
+            pending.request = plan.inputs, self.args.num_generations
         return pending
 
     def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
@@ -135,7 +135,7 @@ class Rounds:
         pending.request = pending.ahead = None
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
-            pending.request = engine.begin(self.passes.local(rows), unit)
+            pending.request = self.passes.local(rows), unit
             if engine.over_http and self.controller.by_group and counts.max() == unit:
                 reason = engine.waits_for
                 if reason is None:
