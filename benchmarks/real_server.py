@@ -168,7 +168,7 @@ def train(run: Run) -> dict[str, Any]:
                         "vllm_mode": "http",
                         "vllm_server_urls": [url],
                         # In bfloat16, both compute by other kernels
-                        "vllm_server_kwargs": {"sync_tolerance": 0.1 if dtype == "bfloat16" else None},
+                        "vllm_server_kwargs": {"sync_tolerance": 0.5 if dtype == "bfloat16" else None},
                         "save_strategy": "no",
                         "logging_steps": 1,
                         "report_to": "none",
