@@ -25,7 +25,7 @@ from .config import LZEGRPOConfig
 from .engine import Engine, altered, rehearsal, without_vllm
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
-from .plan.passes import Passes, PromptSource
+from .plan.passes import Passes
 from .plan.planners import Planner
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
@@ -221,7 +221,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
-        writes: PromptSource | None = None
+        writes: Any = None
         if args.self_play["instruct"]:
             from .selfplay.online import OnlineInstruction
 

@@ -415,7 +415,7 @@ def whole_and_resumed(directory, controller, part, **settings):
 
 @pytest.mark.parametrize(("controller", "pruning"), [("uniform", "skip"), ("reinforce_ada_positive", "refill")])
 def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, pruning):
-    whole, resumed = whole_and_resumed(tmp_path, controller, lambda run: run.passes, pruning=pruning, **GRESO)
+    whole, resumed = whole_and_resumed(tmp_path, controller, lambda run: run.passes.stream, pruning=pruning, **GRESO)
     assert whole.ledger.visits_skipped == resumed.ledger.visits_skipped > 0
 
 
