@@ -307,7 +307,7 @@ class GenerationStep:
         return written | {  # the passes are over what was written
             "batches": self,
             "prompts": self.state,
-            "foresight": self.state.foresight,
+            "foresight": self.state.foresight.model,
             "gate": self.state.gate,
             "guard": self.rounds.guard,
             "passes": self.passes.stream,

@@ -539,7 +539,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             source = resolve(self.args.state_from, STATE_FILES)
             state = self.prompt_state
-            known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
+            known = {"prompts": state, "foresight": state.foresight.model, "gate": state.gate}
             store.load_parts(store.find_state(source), store.STATE_NAME, known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"

@@ -84,11 +84,6 @@ class PromptState:
         """Memory of table and index, in bytes."""
         return self._table.nbytes + self._index.nbytes
 
-    @property
-    def num_pruned(self) -> int:
-        """Number of pruned prompts."""
-        return int(np.count_nonzero(self["pruned"]))
-
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Row of each prompt, shape `(n,)`; −1 if it was never visited."""
         return self._index.find(prompt_ids)
@@ -137,18 +132,17 @@ class PromptState:
             self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
         scores, group = rollouts.scores, rollouts.group
         counts = np.bincount(group[~np.isnan(scores)], minlength=len(ids))
-        stopped = None if chances is None else chances == 0
+        stopped = np.zeros(len(ids), dtype=bool) if chances is None else chances == 0
         self.remember(groups, group_mean(scores, group, len(ids)), counts, stopped)
         return groups
 
-    def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
+    def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
         """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
         if not self.settings.recurring:
             self.batches += 1
             return
         scored = np.flatnonzero(counts > 0)
-        stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
-        groups, means, counts = groups.take(scored), means[scored], counts[scored]
+        groups, means, counts, stopped = groups.take(scored), means[scored], counts[scored], stopped[scored]
         rows = self._insert(groups.prompt_ids)
         records, settings = self._table.take(rows), self.settings
         seen = records["rollouts"].astype(np.int64)
@@ -238,7 +232,7 @@ class PromptState:
 
     def metrics(self) -> dict[str, float]:
         """Metrics to log."""
-        return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
+        return {"pruned_prompts": float(self["pruned"].sum()), "seen_prompts": float(len(self))}
 
     # ---- Save ----
 

@@ -24,11 +24,10 @@ from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .controllers import Gate, RolloutController, ask, ask_more
-from .estimates import mean_over_full_batch, represented
+from .estimates import mean_over_full_batch, represented, uniform_sample
 from .payoff import GateGuard, gated
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
-from .uniform import uniform_sample
 
 
 logger = logging.getLogger(__name__)
@@ -81,9 +80,9 @@ class Rounds:
     state: PromptState
     rule: OutcomeRule
     accelerator: Accelerator
-    _in_rounds: bool = field(default=False, init=False)  # that groups wait for each other was told
 
     def __post_init__(self):
+        self._in_rounds = False  # that groups wait for each other was told
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
@@ -121,7 +120,9 @@ class Rounds:
         engine.rounds_ended()
         if not parts:
             return None
-        keep_first_round(engine.metrics, len(parts))
+        for name, values in engine.metrics.items():  # of TRL's, keep those of the first round, as of uniform sampling
+            if name.startswith(("completions/", "tools/")):
+                del values[len(values) - len(parts) + 1 :]
         return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
 
     def _ask(self, pending: Pending, drawn: Batch, engine: Any):
@@ -314,10 +315,3 @@ def gathered_columns(numbers: dict[str, np.ndarray], accelerator: Accelerator) -
 def _padded(values: np.ndarray, length: int, value: float) -> np.ndarray:
     """The values, extended to a length by another one."""
     return np.pad(values, (0, length - len(values)), constant_values=value)
-
-
-def keep_first_round(metrics: dict[str, list[float]], rounds: int):
-    """Of TRL's metrics of some rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too."""
-    for name in metrics:
-        if name.startswith(("completions/", "tools/")):
-            del metrics[name][len(metrics[name]) - rounds + 1 :]

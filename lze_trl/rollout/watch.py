@@ -101,9 +101,8 @@ def watched(model: Any) -> Iterator[SamplingWatch]:
         yield watch
         return
     processors, generate = inner._get_logits_processor, inner.generate
-    own = {
-        name: vars(inner)[name] for name in _WATCHED if name in vars(inner)
-    }  # a user may have set them on the object
+    # A user may have set them on the object
+    own = {name: vars(inner)[name] for name in _WATCHED if name in vars(inner)}
 
     def with_watch(*args: Any, **kwargs: Any) -> list:
         watch.begin()
