@@ -9,7 +9,7 @@ from lze_trl.batch import Batch
 from lze_trl.memory.foresight import NUM_FEATURES, Foresight, History, features
 from lze_trl.memory.posterior import beta_parameters, dead_probability
 from lze_trl.memory.regression import auc
-from lze_trl.memory.state import PromptState, StateSettings, first_completions
+from lze_trl.memory.state import PromptState, first_completions
 from samples import NAN, rollouts, sampled
 
 
@@ -43,7 +43,7 @@ class World:
     def __init__(self):
         self.rng = np.random.default_rng(0)
         self.rates = self.rng.beta(0.25, 0.25, 600)
-        self.state = PromptState(StateSettings(group_size=SIZE))
+        self.state = PromptState(group_size=SIZE)
 
     def visit(self):
         """Roll out a batch: which prompts were visited, forecasts by the model and the posterior, and what is alive."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.batch import Batch
-from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.memory.state import PromptState
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
 from lze_trl.rollout.controllers import Gate, ask
 from lze_trl.rollout.payoff import GateGuard, gated
@@ -24,7 +24,7 @@ class World:
     def __init__(self, prompts: int = 2000, alone: bool = False, control: float = 0.0):
         self.rng = np.random.default_rng(0)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
-        self.state = PromptState(StateSettings(group_size=SIZE, alone=alone))
+        self.state = PromptState(group_size=SIZE, alone=alone)
         self.controller, self.guard = Gate(SIZE, control=control), GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
@@ -192,7 +192,7 @@ def test_groups_that_were_stopped_teach_nothing():
 
 
 def test_one_completion_ends_a_streak_but_makes_none_longer():
-    state = PromptState(StateSettings(pruning_streak=2))
+    state = PromptState(pruning_streak=2)
     chances = np.array([0.0, 1.0])
     streaks = []
     for outcomes in ([1.0], [1.0, 1.0], [1.0], [1.0, 1.0], [1.0], [0.0], [0.0], [0.0, 0.0], [0.0], [1.0]):

@@ -122,7 +122,6 @@ class Passes:
         return self.load(rows[start : start + share])
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Dataset rows."""
         distinct, place = np.unique(rows, return_inverse=True)
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]

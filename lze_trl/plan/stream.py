@@ -152,7 +152,6 @@ class GrowingStream(PromptStream):
         return len(self._queue)
 
     def extend(self):
-        """Take in the new rows of the pool."""
         self.replace_rows(self.pool.prompt_ids)
         rows = np.arange(len(self._left), len(self.prompt_ids))
         self._left = np.concatenate([self._left, np.full(len(rows), self.reuse)])

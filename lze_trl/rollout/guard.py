@@ -50,7 +50,6 @@ class RewardNotes:
         self._round[name].append(value)
 
     def take_metrics(self) -> dict[str, list[float]]:
-        """What was noted since the last call."""
         taken, self._metrics = self._metrics, defaultdict(list)
         return taken
 

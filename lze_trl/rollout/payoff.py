@@ -98,7 +98,6 @@ class GateGuard:
         return {"guard": float(not self.draws_whole)} | told
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Totals, capital and belief."""
         totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent}
         return totals | {"capital": self._capital, "whole": np.array([self.draws_whole])}
 

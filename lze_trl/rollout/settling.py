@@ -71,8 +71,12 @@ def reader(reward: GroupReward, notes: Callable[[list[Any]], None], ends: Sequen
         notes(read(reward, columns | given))
         return [0.0] * len(completions)
 
-    unsettled.__name__ = get_callable_name(reward)
+    unsettled.__name__ = _name(reward)
     return unsettled
+
+
+def _name(reward: Any) -> str:
+    return get_callable_name(reward)
 
 
 def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
@@ -80,7 +84,7 @@ def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
     ballots, count = list(reward.read(**columns)), len(columns["completions"])
     if len(ballots) != count:
         raise ValueError(
-            f"`{get_callable_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
+            f"`{_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
             "one for each."
         )
     return ballots
@@ -117,13 +121,13 @@ def settle(
         winners = Counter(winner for v in verdicts.values() if (winner := getattr(v, "winner", None)) is not None)
         if winners:
             logged["concentration"] = max(winners.values()) / len(verdicts)
-        metrics |= {f"{get_callable_name(reward).removesuffix('_reward')}/{name}": v for name, v in logged.items()}
+        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": v for name, v in logged.items()}
     return columns, metrics, confidence
 
 
 def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:
     """`reward.settle`, checked: a finite number or `None` for each ballot."""
-    verdict, name = reward.settle(ballots, final=final), get_callable_name(reward)
+    verdict, name = reward.settle(ballots, final=final), _name(reward)
     if len(verdict.rewards) != len(ballots):
         raise ValueError(
             f"`{name}.settle` returned {len(verdict.rewards)} rewards for a group of {len(ballots)} completions. Return one for "

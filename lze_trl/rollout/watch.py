@@ -39,7 +39,6 @@ class SamplingWatch(LogitsProcessor):
         return scores
 
     def begin(self):
-        """A new generation begins."""
         self._lost, self._scores, self._sampled = False, None, []
 
     def end(self, sequences: torch.Tensor):

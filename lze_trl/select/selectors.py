@@ -88,7 +88,6 @@ class ZeroVarianceFilter(Selector):
 
 
 def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
-    """The selector with a name."""
     selectors = {
         "energy": EnergySelector(gumbel_scale),
         "variance": VarianceSelector(),
