@@ -152,14 +152,9 @@ def assert_metrics(log: dict, batch: dict, rounds: list[dict], controller: str):
 
 
 def make(directory, model=None, cls=FixedTrainer, rewards=quarter_reward, dataset=None, trainer=None, **settings):
-    return cls(
-        model=tiny.model() if model is None else model,
-        reward_funcs=rewards,
-        args=tiny.config(directory, **SHAPE | settings),
-        train_dataset=tiny.prompts(PROMPTS) if dataset is None else dataset,
-        processing_class=None if isinstance(model, str) else tiny.tokenizer(),  # else it is saved with the model
-        **(trainer or {}),
-    )
+    saved = {} if model is None else {"model": model, "processing_class": None}
+    data = tiny.prompts(PROMPTS) if dataset is None else dataset
+    return tiny.make(directory, cls, rewards, data, saved | (trainer or {}), **SHAPE | settings)
 
 
 def run(directory, **kwargs):
