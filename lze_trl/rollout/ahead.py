@@ -62,21 +62,13 @@ class LookAhead:
         judged |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
         self._columns = {name: np.append(values, judged[name]) for name, values in self._columns.items()}
         self._arrived |= set(arrived)
-        drawn = self._so_far()
+        # All that has been drawn, as the controller would see it if nothing else came
+        range, order = copy.copy(self.rounds.state.range), np.argsort(self._columns["group"], kind="stable")
+        columns = {name: column[order] for name, column in self._columns.items()}
+        range.observe(columns["scores"])
+        outcomes, none = range.outcomes(columns["scores"]), np.zeros(len(order), dtype=np.int64)
+        drawn = Batch.of(self.prompt_ids, outcomes=outcomes, prompt_tokens=none, completion_tokens=none, **columns)
         known, rng = self.rounds.known(self.pending, drawn), copy.deepcopy(self.rng)
         counts = ask(self.rounds.controller, self.round, known, drawn, rng)
         wanted = [(place, int(counts[self.active[place]])) for place in arrived]
         return [(place, count) for place, count in wanted if count]
-
-    def _so_far(self) -> Batch:
-        """All that has been drawn, as the controller would see it if nothing else came."""
-        range, order = copy.copy(self.rounds.state.range), np.argsort(self._columns["group"], kind="stable")
-        columns = {name: column[order] for name, column in self._columns.items()}
-        range.observe(columns["scores"])
-        none = np.zeros(len(order), dtype=np.int64)
-        return Batch.of(
-            self.prompt_ids,
-            outcomes=range.outcomes(columns["scores"]),
-            **dict.fromkeys(("prompt_tokens", "completion_tokens"), none),
-            **columns,
-        )
