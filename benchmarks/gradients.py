@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from lze_trl.batch import Batch
 from lze_trl.memory.identity import prompt_id
-from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.memory.state import PromptState
 from lze_trl.rewards import exact_match_reward
 from lze_trl.seeding import keyed_rng
 
@@ -132,7 +132,7 @@ class Probe(TrainerCallback):
         self.max_completion_length = TASK.training["max_completion_length"]
         self.answers = [self._answers([row]) for row in self.rows]
         self.held_out = self._answers(data.evaluation["held_out"])
-        self.state = PromptState(StateSettings(prune=False), expected=len(self.rows))
+        self.state = PromptState(prune=False, expected=len(self.rows))
         self.records: list[dict[str, Any]] = []
 
     def _answers(self, rows: Sequence[dict[str, str]]) -> Evaluation:

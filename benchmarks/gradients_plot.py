@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lze_trl.memory.state import StateSettings
+from lze_trl.memory.state import PromptState
 from lze_trl.seeding import keyed_rng
 
 from .tables import table
@@ -33,7 +33,7 @@ part in the update brings the held-out prompts; and the cosine of the two gradie
 SETS = {"all": "all groups", "live": "live groups"}
 _LIVE_ONLY = ("alignment",)  # a gradient of 0 has no direction
 _FEWEST_GROUPS = 8
-_ALPHA = StateSettings().momentum_weight
+_ALPHA = PromptState.momentum_weight
 _COLOURS = {
     "energy": "#d55e00",
     "uncertainty": "#0072b2",

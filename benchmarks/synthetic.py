@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lze_trl.batch import Batch, Table
-from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.memory.state import PromptState
 from lze_trl.record import GenerationRecord, TelemetryWriter
 from lze_trl.record.ledger import Ledger, TokenCost, account
 from lze_trl.record.tables import prompt_columns, row_columns
@@ -45,7 +45,7 @@ class SyntheticTraining:
         self._difficulty = self._rng.normal(0.0, 2.5, self.num_prompts)
         self._ids = np.random.default_rng(0).integers(-(2**63), 2**63, self.num_prompts, dtype=np.int64)
         prune = self.selection_ratio < 1.0
-        self._state = PromptState(StateSettings(prune=prune), expected=self.num_prompts)
+        self._state = PromptState(prune=prune, expected=self.num_prompts)
         self._skill = -0.5
         self._queue: list[int] = []
         self._pass = 0

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
-from .memory.state import PromptState, StateSettings
+from .memory.state import PromptState
 from .pack.layout import REPLICATED_COST, SHARDED_COST, Geometry
 from .plan.planners import Planner, SolvedPlanner
 from .rollout.controllers import RolloutController
@@ -44,7 +44,7 @@ def make_state(
     recurring: bool = True,
 ) -> PromptState:
     """The memory of the prompts of a dataset; `recurring` says whether they come again."""
-    settings = StateSettings(
+    return PromptState(
         difficulty_floor=args.selector_kwargs["difficulty_floor"],
         momentum_weight=args.selector_kwargs["momentum_weight"],
         ema_decay=args.selector_kwargs["ema_decay"],
@@ -54,8 +54,9 @@ def make_state(
         alone=args.over_http,  # servers begin the next round of a group at once
         named_outcome=rule.named,
         recurring=recurring,
+        expected=len(dataset) if isinstance(dataset, Dataset) else 0,
+        bounds=rule.known_range,
     )
-    return PromptState(settings, expected=len(dataset) if isinstance(dataset, Dataset) else 0, bounds=rule.known_range)
 
 
 def placeholders(dataset: Dataset, controller: RolloutController) -> Dataset:

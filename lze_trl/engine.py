@@ -28,10 +28,10 @@ from .memory.identity import ID_COLUMN
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
 from .rollout.episodes import failures
+from .rollout.estimates import UniformSample
 from .rollout.guard import checked, is_alone
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
-from .rollout.uniform import UniformSample
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
 

@@ -14,7 +14,7 @@ from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout,
 from .pack.micro_batch import filler_inputs, micro_batch
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
 from .pack.window import Window
-from .plan.passes import Passes, Plan, PromptSource
+from .plan.passes import Passes, Plan
 from .record.advice import Advice
 from .record.causes import causes
 from .record.ledger import Ledger, account
@@ -46,7 +46,7 @@ class GenerationStep:
     ledger: Ledger
     recorder: Recorder
     accelerator: Accelerator
-    instruction: PromptSource | None = None  # supplies further prompts, if the training set grows
+    instruction: Any = None  # supplies further prompts, if the training set grows: `lze_trl.selfplay.online`
 
     def __post_init__(self):
         self.generation = 0  # generation batches so far
@@ -149,7 +149,7 @@ class GenerationStep:
         if self.instruction is not None and (missing := self.passes.missing):
             with self.ledger.timed("rollout"):
                 self.instruction.restock(missing, self.generation, engine.policy)
-                self.passes.grow()
+                self.passes.stream.extend()
         return self.finish(self._begin(inputs, engine), engine)
 
     def finish(self, pending: Pending, engine: Engine) -> Batch:
@@ -248,7 +248,7 @@ class GenerationStep:
 
     def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
         groups = drawn.prompts
-        metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()
+        metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.planner.metrics()
         if (sample := drawn.facts.get("uniform")) is not None:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
@@ -294,10 +294,10 @@ class GenerationStep:
         return written | {  # the passes are over what was written
             "batches": self,
             "prompts": self.state,
-            "foresight": self.state.foresight,
+            "foresight": self.state.foresight.model,
             "gate": self.state.gate,
             "guard": self.rounds.guard,
-            "passes": self.passes,
+            "passes": self.passes.stream,
             "advice": self.advice,
             "votes": self.votes,
             "ledger": self.ledger,

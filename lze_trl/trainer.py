@@ -25,7 +25,7 @@ from .config import LZEGRPOConfig
 from .engine import Engine, altered, rehearsal, without_vllm
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
-from .plan.passes import Passes, PromptSource
+from .plan.passes import Passes
 from .plan.planners import Planner
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
@@ -210,7 +210,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         pruning = self.resolved["pruning"]
         self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
-        writes: PromptSource | None = None
+        writes: Any = None
         if args.self_play["instruct"]:
             from .selfplay.online import OnlineInstruction
 
@@ -532,7 +532,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             source = resolve(self.args.state_from, STATE_FILES)
             state = self.prompt_state
-            known = {"prompts": state, "foresight": state.foresight, "gate": state.gate}
+            known = {"prompts": state, "foresight": state.foresight.model, "gate": state.gate}
             store.load_parts(store.find_state(source), known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         ended = "crashed"

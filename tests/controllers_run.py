@@ -1,6 +1,5 @@
-"""Watched training runs, for the tests of the rollout controllers; also under a launcher.
-
-    torchrun --nproc-per-node 2 tests/controllers_run.py CASES.json
+"""
+Watched training runs, for the tests of the rollout controllers; also on several processes.
 
 The cases are those of `case_runs.py`. Without `urls` of vLLM servers, completions are a function of prompt, generation batch
 and place in the group, over all rounds: what is left to differ between numbers of processes is what the trainer decides.
@@ -8,7 +7,6 @@ and place in the group, over all rounds: what is left to differ between numbers 
 
 import hashlib
 import os
-import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 import tiny
-from case_runs import leave, run_all
+from case_runs import leave
 from lze_trl import LZEGRPOTrainer
 from lze_trl.memory.identity import ID_COLUMN
 
@@ -168,7 +166,3 @@ def run(directory: Path, name: str, settings: dict):
     )
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     leave(directory, name, trainer, trainer.record())
-
-
-if __name__ == "__main__":
-    run_all(run, Path(sys.argv[1]))

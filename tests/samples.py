@@ -38,6 +38,19 @@ def prompts_of(count: int, **known: list) -> Prompts:
     return Prompts(**usual | {"pruned": zeros > 0} | {name: np.array(values) for name, values in known.items()})
 
 
+def sampled(rng: np.random.Generator, ids: np.ndarray, rates: np.ndarray, size: int) -> Batch:
+    """
+    Groups of `size` completions of prompts with these pass rates. Where the policy is sure of its answer, right or wrong, log-probs are
+    near 0.
+    """
+    group = np.repeat(np.arange(len(ids)), size)
+    outcomes = (rng.random(len(group)) < rates[group]).astype(np.float64)
+    entropy = 1e-3 + 4.0 * rates * (1.0 - rates)
+    tokens = np.ones(len(group), dtype=np.int64)
+    logprobs = -entropy[group] * rng.exponential(2.0, len(group))
+    return Batch.of(ids, group, outcomes, outcomes, tokens, tokens, logprobs=logprobs)
+
+
 def _flat(values: dict[int, list[float]]) -> np.ndarray:
     return np.array([value for row in values.values() for value in row], dtype=np.float64)
 

@@ -12,7 +12,6 @@ import nodes_run
 import tiny
 from benchmarks.environment import RESPONSE
 from launches import on_processes
-from lze_trl import LZEGRPOTrainer
 from lze_trl.engine import Engine
 from lze_trl.record import open_run
 from lze_trl.rollout.rounds import Rounds
@@ -32,16 +31,7 @@ def serve(tmp_path):
         server.stop()
 
 
-def train(
-    directory,
-    servers,
-    resume=False,
-    callbacks=(),
-    rollout_func=None,
-    chat=False,
-    reward=tiny.even_length_reward,
-    **settings,
-):
+def train(directory, servers, resume=False, callbacks=(), chat=False, reward=tiny.even_length_reward, **settings):
     """Three batches of 6 prompts × 4 by vLLM servers."""
     tokenizer = tiny.tokenizer()
     if chat:
@@ -59,16 +49,9 @@ def train(
     }
     if "strategy" not in settings:
         own["controller_kwargs"] = {"control": 0.0}  # in two rounds from the first batch on
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        processing_class=tokenizer,
-        reward_funcs=reward,
-        args=tiny.config(directory / "run", **(own | settings)),
-        train_dataset=tiny.prompts(12, conversational=chat),
-        eval_dataset=tiny.prompts(3),
-        callbacks=list(callbacks),
-        rollout_func=rollout_func,
-    )
+    given = {"processing_class": tokenizer, "eval_dataset": tiny.prompts(3), "callbacks": list(callbacks)}
+    data = tiny.prompts(12, conversational=chat)
+    trainer = tiny.make(directory / "run", reward_funcs=reward, dataset=data, trainer=given, **own | settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -173,16 +156,9 @@ def test_without_a_lag_overlap_is_the_run_without(serve, tmp_path, monkeypatch):
 
 
 def test_with_a_learning_rate_of_zero_overlap_draws_the_same_completions(serve, tmp_path):
-    runs = [
-        told(
-            train(
-                tmp_path / overlap, [serve()], overlap=overlap, learning_rate=0.0, pruning=pruning, num_train_epochs=3
-            )
-        )
-        for pruning in ("none", "refill")
-        for overlap in ("none", "one_step")
-    ]
-    for one, other in (runs[:2], runs[2:]):
+    for pruning in ("none", "refill"):
+        settings = {"learning_rate": 0.0, "pruning": pruning, "num_train_epochs": 3}
+        one, other = (told(train(tmp_path / o, [serve()], overlap=o, **settings)) for o in ("none", "one_step"))
         pd.testing.assert_frame_equal(one[2], other[2])
         assert one[1] == other[1]
 

@@ -212,18 +212,6 @@ class Own(RolloutController):
     more = keep = draw
 
 
-def asked(method: str, answer):
-    """The checked answer of a user's controller, for three prompts or three completions."""
-    own, drawn = Own(answer), rollouts({0: [1, 0], 1: [0]})
-    none, rng = batch([], 3), keyed_rng(0, 0, "rollouts")
-    match method:
-        case "draw":
-            return ask(own, 0, prompts_of(3), none, rng)
-        case "more":
-            return ask_more(own, 1, prompts_of(3), drawn, 2)
-    return ask_keep(own, drawn, rng)
-
-
 @pytest.mark.parametrize(
     ("method", "answer"),
     [
@@ -234,5 +222,11 @@ def asked(method: str, answer):
     ids=str,
 )
 def test_a_users_wrong_answers(method, answer):
+    own, three, drawn, rng = Own(answer), prompts_of(3), rollouts({0: [1, 0], 1: [0]}), keyed_rng(0, 0, "rollouts")
+    asked = {
+        "draw": lambda: ask(own, 0, three, batch([], 3), rng),
+        "more": lambda: ask_more(own, 1, three, drawn, 2),
+        "keep": lambda: ask_keep(own, drawn, rng),
+    }
     with pytest.raises(ValueError, match=rf"`Own.{method}` must return an .*, got "):
-        asked(method, answer)
+        asked[method]()

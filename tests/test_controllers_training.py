@@ -24,14 +24,7 @@ SHAPE = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "s
 
 
 def assert_laws(records: list[dict], controller: str, settings: dict):
-    """
-    What any run must keep to, from the notes of all of its processes.
-
-    Args:
-        records: One record of a `WatchedTrainer` per process.
-        controller: Name of the controller.
-        settings: Its settings.
-    """
+    """What any run must keep to, from the record of a `WatchedTrainer` on each of its processes."""
     settings = settings | settings.get("controller_kwargs", {})
     first = records[0]
     assert [entry["lze/skipped_update"] for entry in first["log"]] == [0.0] * 3
@@ -159,14 +152,9 @@ def assert_metrics(log: dict, batch: dict, rounds: list[dict], controller: str):
 
 
 def make(directory, model=None, cls=FixedTrainer, rewards=quarter_reward, dataset=None, trainer=None, **settings):
-    return cls(
-        model=tiny.model() if model is None else model,
-        reward_funcs=rewards,
-        args=tiny.config(directory, **SHAPE | settings),
-        train_dataset=tiny.prompts(PROMPTS) if dataset is None else dataset,
-        processing_class=None if isinstance(model, str) else tiny.tokenizer(),  # else it is saved with the model
-        **(trainer or {}),
-    )
+    saved = {} if model is None else {"model": model, "processing_class": None}
+    data = tiny.prompts(PROMPTS) if dataset is None else dataset
+    return tiny.make(directory, cls, rewards, data, saved | (trainer or {}), **SHAPE | settings)
 
 
 def run(directory, **kwargs):
@@ -325,9 +313,7 @@ def test_a_controller_that_never_ends_is_stopped(tmp_path):
         def draw(self, round, prompts, drawn, rng):
             return np.eye(len(prompts), dtype=int)[0]
 
-    with pytest.raises(
-        ValueError, match=r"`Endless.draw` asked for more than 100 rounds. Return zeros to end the batch"
-    ):
+    with pytest.raises(ValueError, match=r"`Endless.draw` asked for more than 100 rounds. Return zeros"):
         run(tmp_path, trainer={"controller": Endless()})
 
 
@@ -415,7 +401,7 @@ def whole_and_resumed(directory, controller, part, **settings):
 
 @pytest.mark.parametrize(("controller", "pruning"), [("uniform", "skip"), ("reinforce_ada_positive", "refill")])
 def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, pruning):
-    whole, resumed = whole_and_resumed(tmp_path, controller, lambda run: run.passes, pruning=pruning, **GRESO)
+    whole, resumed = whole_and_resumed(tmp_path, controller, lambda run: run.passes.stream, pruning=pruning, **GRESO)
     assert whole.ledger.visits_skipped == resumed.ledger.visits_skipped > 0
 
 
@@ -455,19 +441,10 @@ SHAPES = {
 @pytest.mark.parametrize(("controller", "shape"), [*zip(list(CONTROLLERS)[1:], SHAPES, strict=True)])
 def test_packing_changes_nothing(tmp_path, controller, shape):
     rows, accumulation, per_generation, iterations, loss = SHAPES[shape]
-    settings = CONTROLLERS[controller] | {
-        "controller": controller,
-        "selection_ratio": 0.5,
-        "max_steps": 3,
-        "beta": 0.05,
-    }
+    settings = CONTROLLERS[controller] | {"controller": controller, "selection_ratio": 0.5, "beta": 0.05}
     settings |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation, "loss_type": loss}
-    settings |= {
-        "steps_per_generation": per_generation,
-        "num_iterations": iterations,
-        "optim": "sgd",
-        "learning_rate": 0.2,
-    }
+    settings |= {"steps_per_generation": per_generation, "num_iterations": iterations}
+    settings |= {"optim": "sgd", "learning_rate": 0.2}
     path = tiny.save(tmp_path / "model")
     on = run(tmp_path / "on", model=path, packing=True, **settings)
     off = run(tmp_path / "off", model=path, packing=False, **settings)
@@ -480,23 +457,15 @@ def test_packing_changes_nothing(tmp_path, controller, shape):
 
 
 class Stops(RolloutController):
-    """Four completions of every prompt, but of those it stops only the first one."""
+    """Four completions of every prompt, but only the first one where `stops`, a function of prompts and first ones, says so."""
 
-    def stops(self, prompts, drawn, rng):
-        raise NotImplementedError
+    def __init__(self, stops):
+        self.stops = stops
 
     def draw(self, round, prompts, drawn, rng):
         if round == 0:
             return np.ones(len(prompts), dtype=np.int64)
-        return np.where(self.stops(prompts, drawn, rng), 0, 3 if round == 1 else 0)
-
-
-class StopsDead(Stops):
-    def __init__(self, dead: set[int]):
-        self.dead = dead
-
-    def stops(self, prompts, drawn, rng):
-        return np.isin(prompts.prompt_ids, list(self.dead))
+        return np.where(self.stops(prompts, drawn), 0, 3 if round == 1 else 0)
 
 
 def of_length(scripts: dict[str, tuple[list[int], int]]):
@@ -524,19 +493,12 @@ def test_a_gate_that_stops_dead_groups_alone_makes_the_step_of_the_full_batch(tm
     settings |= {"optim": "sgd", "learning_rate": 0.5, "max_steps": 4, "model": tiny.save(tmp_path / "model")}
     full = run(tmp_path / "full", cls=of_length(scripts), **settings)
     dead = {prompt_id for prompt_id, prompt in full.prompts.items() if len(set(scripts[prompt][0])) == 1}
-    ours = run(tmp_path / "ours", cls=of_length(scripts), trainer={"controller": StopsDead(dead)}, **settings)
+    controller = Stops(lambda prompts, drawn: np.isin(prompts.prompt_ids, list(dead)))
+    ours = run(tmp_path / "ours", cls=of_length(scripts), trainer={"controller": controller}, **settings)
     assert ours.ledger.rows_rolled_out < full.ledger.rows_rolled_out == 4 * 24
     assert sorted(set(ours.normalisers)) == sorted(set(full.normalisers)) and len(set(full.normalisers)) > 1
     assert moved(full) > 1e-3
     assert distance(ours, full) < 1e-5
-
-
-class StopsLong(Stops):
-    """Goes on where the first completion is short: lengths and what is drawn of them depend on each other."""
-
-    def stops(self, prompts, drawn, rng):
-        first = np.unique(drawn.group, return_index=True)[1]
-        return drawn.completion_tokens[first] > 3
 
 
 class RechecksLong(RolloutController):
@@ -564,7 +526,10 @@ def test_the_expected_normaliser_is_that_of_the_full_batch(tmp_path, kind):
             return [8 + digest[1] % 2, *completion[:1] * (length - 1)]
 
     ids = {prompt: prompt_id for prompt_id, prompt in make(tmp_path / "ids").prompts.items()}
-    controller = StopsLong() if kind == "stopped" else RechecksLong({ids[prompt] for prompt in ALL[1::2]})
+    # Those with a long first completion are stopped: lengths and what is drawn of them depend on each other
+    controller = Stops(lambda prompts, drawn: drawn.completion_tokens[drawn.first_rows] > 3)
+    if kind == "not begun":
+        controller = RechecksLong({ids[prompt] for prompt in ALL[1::2]})
     settings = {"strategy": "exact", "loss_type": "dapo", "learning_rate": 0.0, "max_steps": 60}
     settings |= {"per_device_train_batch_size": 24}  # P = 12
     trainer = run(tmp_path / "run", cls=LengthTrainer, trainer={"controller": controller}, **settings)

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.batch import Batch
-from lze_trl.memory.foresight import FEATURES, Foresight, History, features
+from lze_trl.memory.foresight import NUM_FEATURES, Foresight, History, features
 from lze_trl.memory.posterior import beta_parameters, dead_probability
 from lze_trl.memory.regression import auc
-from lze_trl.memory.state import PromptState, StateSettings, first_completions
-from samples import NAN, rollouts
+from lze_trl.memory.state import PromptState, first_completions
+from samples import NAN, rollouts, sampled
 
 
 SIZE = 4
@@ -38,25 +38,19 @@ def by_posterior(known: History, size) -> np.ndarray:
 
 
 class World:
-    """Prompts with true pass rates, visited again and again; a policy sure of its answer has log-probs near 0."""
+    """Prompts with true pass rates, visited again and again."""
 
-    def __init__(self, prompts: int = 600, seed: int = 0, group_size: int = SIZE):
-        self.rng = np.random.default_rng(seed)
-        self.rates = self.rng.beta(0.25, 0.25, prompts)
-        self.state = PromptState(StateSettings(group_size=group_size))
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+        self.rates = self.rng.beta(0.25, 0.25, 600)
+        self.state = PromptState(group_size=SIZE)
 
-    def visit(self, count: int = 120, size: int = SIZE):
+    def visit(self):
         """Roll out a batch: which prompts were visited, forecasts by the model and the posterior, and what is alive."""
-        rng, ids = self.rng, self.rng.permutation(len(self.rates))[:count]
-        group = np.repeat(np.arange(count), size)
-        outcomes = (rng.random(len(group)) < self.rates[ids][group]).astype(np.float64)
-        entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
-        tokens = np.ones(len(group), dtype=np.int64)
-        sampled = -entropy[group] * rng.exponential(2.0, len(group))
+        ids = self.rng.permutation(len(self.rates))[:120]
         known = self.state.history(ids)
-        batch = Batch.of(ids, group, outcomes, outcomes, tokens, tokens, logprobs=sampled)
-        expected = self.state.foresight.forecasts(known, size)
-        groups = self.state.visit(batch)
+        expected = self.state.foresight.forecasts(known, SIZE)
+        groups = self.state.visit(sampled(self.rng, ids, self.rates[ids], SIZE))
         return known.visits > 0, *expected, groups.alive
 
 
@@ -79,7 +73,7 @@ def test_one_batch_by_hand():
     p, posterior = foresight.forecasts(known, SIZE)
     x = features(known, np.log(posterior / (1.0 - posterior)))
     np.testing.assert_allclose(0.5 * foresight.model.weights + x.T @ (p - alive), 0.0, atol=1e-6)
-    expected = 0.5 * np.eye(len(FEATURES)) + (x.T * (p * (1.0 - p))) @ x
+    expected = 0.5 * np.eye(NUM_FEATURES) + (x.T * (p * (1.0 - p))) @ x
     np.testing.assert_allclose(foresight.model.precision, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -120,7 +114,7 @@ def test_a_batch_is_forecast_before_it_is_learned_from():
     assert foresight.metrics()["foresight_brier"] == pytest.approx(((expected - alive) ** 2).mean())
     assert foresight.metrics()["foresight_alive"] == pytest.approx(expected.mean())
     assert foresight.metrics()["foresight_auc"] == pytest.approx(auc(expected, alive))
-    before = foresight.state_dict()["weights"].copy()
+    before = foresight.model.state_dict()["weights"].copy()
     foresight.see(known, SIZE, alive, learn=False)
     np.testing.assert_array_equal(foresight.model.weights, before)
 

@@ -8,26 +8,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.batch import Batch
-from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.memory.state import PromptState
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
 from lze_trl.rollout.controllers import Gate, ask
 from lze_trl.rollout.payoff import GateGuard, gated
-from samples import NAN, prompts_of, rollouts
+from samples import NAN, prompts_of, rollouts, sampled
 
 
 SIZE = 6
 
 
 class World:
-    """Prompts with true pass rates; a policy that is sure of its answer, right or wrong, has log-probs near 0."""
+    """Prompts with true pass rates, visited with a gate."""
 
-    def __init__(
-        self, prompts: int = 2000, seed: int = 0, explore: float = 0.05, alone: bool = False, control: float = 0.0
-    ):
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, prompts: int = 2000, alone: bool = False, control: float = 0.0):
+        self.rng = np.random.default_rng(0)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
-        self.state = PromptState(StateSettings(group_size=SIZE, alone=alone))
-        self.controller, self.guard = Gate(SIZE, explore, control=control), GateGuard(on=control > 0)
+        self.state = PromptState(group_size=SIZE, alone=alone)
+        self.controller, self.guard = Gate(SIZE, control=control), GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
 
@@ -46,17 +44,12 @@ class World:
         if len(self._next) < count:
             self._next = self.rng.permutation(len(self.rates))
         ids, self._next = self._next[:count], self._next[count:]
-        group = np.repeat(np.arange(count), SIZE)
-        outcomes = (self.rng.random(len(group)) < self.rates[ids][group]).astype(np.float64)
-        entropy = 1e-3 + 4.0 * self.rates[ids] * (1.0 - self.rates[ids])
-        whole = _batch(ids, group, outcomes, -entropy[group] * self.rng.exponential(2.0, len(group)))
+        whole = sampled(self.rng, ids, self.rates[ids], SIZE)
         lots = self.rng.random(count) if self.guard.on else np.ones(count)
         none, unsure = np.zeros(count, dtype=bool), np.ones(count)
         prompts = self.guard.told(self.state.prompts(ids), lots, unsure)
-        begins, begun = (
-            self.controller.chances(0, prompts, whole),
-            ask(self.controller, 0, prompts, whole, self.rng),
-        )
+        begins = self.controller.chances(0, prompts, whole)
+        begun = ask(self.controller, 0, prompts, whole, self.rng)
         if not begun.any():
             return
         if self.guard.draws_whole:
@@ -75,7 +68,7 @@ class World:
         finished = np.where(goes_on > 0, chances, 0.0)
         drawn = _some(whole, goes_on > 0, begun > 0)
         self.guard.see(drawn, *gated(self.controller, self.state, drawn, begins, finished), SIZE)
-        whole, prompts = _of(whole, begun > 0), prompts.take(begun > 0)
+        whole, prompts = whole.take(begun[whole.group] > 0).without_empty_groups(), prompts.take(begun > 0)
         chances, goes_on = chances[begun > 0], goes_on[begun > 0]
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
         self.state.visit(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
@@ -88,23 +81,11 @@ class World:
         self.drawn += len(goes_on) + (SIZE - 1) * goes_on.sum()
 
 
-def _batch(ids, group, outcomes, logprobs) -> Batch:
-    tokens = np.ones(len(group), dtype=np.int64)
-    return Batch.of(ids, group, outcomes, outcomes, tokens, tokens, logprobs=logprobs)
-
-
-def _of(whole: Batch, groups: np.ndarray) -> Batch:
-    """Some of the groups."""
-    rows = groups[whole.group]
-    group = np.unique(whole.group[rows], return_inverse=True)[1]
-    return _batch(whole.prompt_ids[groups], group, whole.outcomes[rows], whole.logprobs[rows])
-
-
 def _some(whole: Batch, all_of: np.ndarray, begun: bool | np.ndarray = True) -> Batch:
     """The first completion of each group that is begun, and all of some groups."""
     place = np.arange(whole.num_rows) % SIZE
     rows = (place == 0) & np.broadcast_to(begun, all_of.shape)[whole.group] | all_of[whole.group]
-    return _batch(whole.prompt_ids, whole.group[rows], whole.outcomes[rows], whole.logprobs[rows])
+    return whole.take(rows)
 
 
 # ---- The law ----
@@ -211,7 +192,7 @@ def test_groups_that_were_stopped_teach_nothing():
 
 
 def test_one_completion_ends_a_streak_but_makes_none_longer():
-    state = PromptState(StateSettings(pruning_streak=2))
+    state = PromptState(pruning_streak=2)
     chances = np.array([0.0, 1.0])
     streaks = []
     for outcomes in ([1.0], [1.0, 1.0], [1.0], [1.0, 1.0], [1.0], [0.0], [0.0], [0.0, 0.0], [0.0], [1.0]):

@@ -90,7 +90,9 @@ def distance(a, b) -> float:
 def assert_same(a, b):
     """The same weights, memory and counts, bit for bit."""
     assert distance(a, b) == 0.0
-    memories = [trainer.prompt_state.state_dict() | trainer.prompt_state.foresight.state_dict() for trainer in (a, b)]
+    memories = [
+        trainer.prompt_state.state_dict() | trainer.prompt_state.foresight.model.state_dict() for trainer in (a, b)
+    ]
     for name, values in memories[0].items():
         np.testing.assert_array_equal(values, memories[1][name])
     assert a.prompt_state.foresight.model.weights.any()

@@ -48,18 +48,6 @@ def test_posterior_golden():
     np.testing.assert_allclose(b, [1, 4, 5, 1], rtol=1e-12)
 
 
-@given(st.floats(0, 1), st.lists(st.tuples(st.floats(0, 1), st.integers(1, 40)), min_size=1), st.floats(0.1, 1000.0))
-def test_a_mean_stays_a_mean(first, visits, memory):
-    expected, rollouts = array(first), 5
-    for pass_rate, scored in visits:
-        before = expected
-        expected = remembered_mean(before, np.array([rollouts]), array(pass_rate), np.array([scored]), memory)
-        rollouts += scored
-        assert min(before[0], pass_rate) - 1e-12 <= expected[0] <= max(before[0], pass_rate) + 1e-12
-        assert 0 <= expected[0] <= 1
-        assert 0 < posterior_mean(expected, np.array([rollouts]), memory)[0] < 1
-
-
 # ---- Dead groups ----
 
 

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lze_trl.batch import Table
-from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.memory.state import PromptState
 from lze_trl.plan.passes import skip_plan
 from lze_trl.plan.planners import GresoPlanner, Planner, SolvedPlanner, skip_probability
 from lze_trl.plan.stream import PromptStream
@@ -16,7 +16,7 @@ from samples import NAN, rollouts
 
 def stream_of(order, *solved: int, planner: Planner | None = None, shuffle: bool = False) -> PromptStream:
     """A stream of the prompts 0, 1, 2, …, of which some are pruned; `order` is that of the first pass, or their number."""
-    state = PromptState(StateSettings(pruning_streak=1))
+    state = PromptState(pruning_streak=1)
     if solved:
         state.visit(rollouts({prompt: [1.0, 1.0] for prompt in solved}))
     first = np.arange(order) if isinstance(order, int) else np.array(order)
@@ -71,7 +71,7 @@ def test_the_pass_and_not_the_moment_drives_pruning():
 
 def with_streaks(streaks: dict[int, int], prune: bool = False) -> PromptState:
     """State of prompts, visited in the order given, with these streaks."""
-    state = PromptState(StateSettings(prune=prune, pruning_streak=1))
+    state = PromptState(prune=prune, pruning_streak=1)
     state.visit(rollouts({prompt: [1.0, 1.0] for prompt in streaks}))
     tensors = state.state_dict()
     tensors["streak"][:] = list(streaks.values())
@@ -210,7 +210,7 @@ def test_ranks_are_checked(answer):
 def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, data):
     count = data.draw(st.integers(1, num_prompts), label="P")
     never = data.draw(st.sets(st.integers(0, num_prompts - 1), min_size=count), label="never solved")
-    state = PromptState(StateSettings(pruning_streak=2))
+    state = PromptState(pruning_streak=2)
     first_order = keyed_rng(1, 0, "test").permutation(num_prompts)
     stream = Watched(SolvedPlanner(), state, np.arange(num_prompts), 7, first_order, shuffle)
     handed_out = []
@@ -258,7 +258,7 @@ def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso
     first_order = keyed_rng(2, 0, "test").permutation(num_prompts)
 
     def build() -> PromptStream:
-        state = PromptState(StateSettings(pruning_streak=1, prune=not greso))
+        state = PromptState(pruning_streak=1, prune=not greso)
         planner = GresoPlanner() if greso else SolvedPlanner()
         return PromptStream(planner, state, np.arange(num_prompts), 7, first_order, shuffle)
 

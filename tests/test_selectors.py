@@ -74,11 +74,12 @@ def test_the_scale_of_the_noise_has_a_floor():
     assert selector.select(groups, 1, FixedNoise(0.0, 1.01)).tolist() == [1]
 
 
-@pytest.mark.parametrize("name", ["variance"])
 @pytest.mark.parametrize("pair", [([1, 0, 0], [1, 1, 0]), ([1, 0, 0], [0, 0, 1])], ids=["1/3 and 2/3", "1/3 and 1/3"])
-def test_a_tie_is_a_tie_whatever_its_rounding(name, pair):
+def test_a_tie_is_a_tie_whatever_its_rounding(pair):
     groups = scored(list(pair))
-    winners = {int(make_selector(name).select(groups, 1, keyed_rng(seed, 0, "selection"))[0]) for seed in range(30)}
+    winners = {
+        int(make_selector("variance").select(groups, 1, keyed_rng(seed, 0, "selection"))[0]) for seed in range(30)
+    }
     assert winners == {0, 1}
 
 

@@ -1,6 +1,7 @@
 """A training that writes its own problems: what it visits, that it resumes exactly, and that processes agree."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,10 +75,12 @@ def test_a_pool_is_saved_and_read_whole():
 
 
 def test_new_prompts_come_first_and_are_retired_after_their_visits():
-    own = GrowingStream(SolvedPlanner(), PromptState(), seed=0, reuse=2)
+    pool = SimpleNamespace(prompt_ids=np.empty(0, dtype=np.int64))
+    own = GrowingStream(SolvedPlanner(), PromptState(), seed=0, pool=pool, reuse=2)
 
     def grow(*ids):
-        own.extend(np.concatenate([own.prompt_ids, np.array(ids, dtype=np.int64)]))
+        pool.prompt_ids = np.concatenate([pool.prompt_ids, np.array(ids, dtype=np.int64)])
+        own.extend()
 
     grow(10, 11, 12)
     assert own.take(2).tolist() == [0, 1]
@@ -89,8 +92,7 @@ def test_new_prompts_come_first_and_are_retired_after_their_visits():
     assert own.take(2, taken=np.array([1])).tolist() == [3, 2]
     assert own.take(9).tolist() == [1]
     assert (len(own), own.take(1).tolist()) == (0, [])
-    other = GrowingStream(SolvedPlanner(), PromptState(), seed=0, reuse=2)
-    other.replace_rows(np.array([10, 11, 12, 13]))
+    other = GrowingStream(SolvedPlanner(), PromptState(), seed=0, pool=pool, reuse=2)
     other.load_state_dict(saved)
     assert other.take(9).tolist() == [1, 3, 2]
     assert other.take(9).tolist() == []

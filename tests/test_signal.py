@@ -182,7 +182,7 @@ def test_a_named_reward_ranks_and_prunes_but_kills_no_group(tmp_path):
         LZEGRPOTrainer, tmp_path / "prunes", rollout_func=None, planner_kwargs={"streak": 1}, max_steps=4, **named
     )
     trainer.train()
-    assert trainer.prompt_state.num_pruned > 0
+    assert trainer.prompt_state["pruned"].sum() > 0
 
 
 def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
@@ -191,12 +191,12 @@ def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
 
     trainer = make(LZEGRPOTrainer, tmp_path, {"reward_funcs": rising}, planner_kwargs={"streak": 1}, max_steps=6)
     trainer.train()
-    before = trainer.prompt_state.num_pruned
+    before = trainer.prompt_state["pruned"].sum()
     assert before > 3
     trainer.state.global_step = 6
     scores = trainer.generation_step.rounds.judge(torch.tensor([[2.0], [1.0]]).repeat(6, 1), trainer.reward_weights, 4)
     trainer.generation_step.rounds._observe(scores["scores"])
-    assert trainer.prompt_state.num_pruned == 0
+    assert trainer.prompt_state["pruned"].sum() == 0
     assert f"so {len(trainer.prompt_state)} prompts that counted as solved do not any more" in caplog.text
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lze_trl.memory.index import RowIndex
-from lze_trl.memory.state import PromptState, StateSettings
+from lze_trl.memory.state import PromptState
 from samples import NAN, rollouts
 
 
@@ -59,7 +59,7 @@ def test_energy_comes_before_the_moving_average():
     ],
 )
 def test_streak_and_pruning(k, visits, streaks, pruned):
-    state = PromptState(StateSettings(pruning_streak=k))
+    state = PromptState(pruning_streak=k)
     for outcomes, streak, is_pruned in zip(visits, streaks, pruned, strict=True):
         state.visit(rollouts({3: HALF, 4: outcomes}))
         assert (record(state, 4)["streak"], record(state, 4)["pruned"]) == (streak, is_pruned)
@@ -83,7 +83,7 @@ def test_counts_do_not_overflow():
 def test_what_is_known_before_the_rollout():
     # Prompt 5: 3 of 4 at first, then 0 of 5, memory 8: e = 3/9, n = min(9, 8), mean (1 + 8/3) / 10 = 11/30, D = 1/4.
     # Prompt 6: solved at first, so that D is the floor; mean (1 + 2) / (2 + 2)
-    state = PromptState(StateSettings(difficulty_floor=0.1, posterior_memory=8.0))
+    state = PromptState(difficulty_floor=0.1, posterior_memory=8.0)
     state.visit(rollouts({5: [1, 1, 0, 1], 6: [1, 1, NAN]}))
     state.visit(rollouts({5: [0] * 5}))
     prompts = state.prompts(np.array([6, 99, 5]))
@@ -167,13 +167,12 @@ def agree(state: PromptState, records: dict[int, dict]):
         assert record(state, prompt) == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
     pruned = sorted(prompt for prompt, values in records.items() if values["pruned"])
     assert sorted(state["prompt_ids"][state["pruned"]].tolist()) == pruned
-    assert state.num_pruned == len(pruned)
 
 
 @settings(max_examples=60)
 @given(histories(), st.integers(1, 3))
 def test_state_is_a_dictionary_of_records(history, k):
-    state = PromptState(StateSettings(pruning_streak=k, posterior_memory=3.5))
+    state = PromptState(pruning_streak=k, posterior_memory=3.5)
     naive = Records(k, memory=3.5)
     for batch in history:
         before = {prompt: naive.records.get(prompt, {}).get("pruned", False) for prompt in batch}

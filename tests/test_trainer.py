@@ -107,10 +107,10 @@ def test_a_setting_wins_over_the_range_of_a_state(tmp_path, how, setting):
 
 def test_a_run_without_pruning_forgets_what_was_pruned(tmp_path):
     first = run(tmp_path / "first", reward_funcs=ones, planner_kwargs={"streak": 1})
-    assert first.prompt_state.num_pruned > 0
+    assert first.prompt_state["pruned"].sum() > 0
     own = {"pruning": "none", "controller": "dynamic", "controller_kwargs": {"max_rounds": 2}}
     second = run(tmp_path / "second", state_from=str(tmp_path / "first"), **own)
-    assert second.prompt_state.num_pruned == second.ledger.visits_skipped == 0
+    assert second.prompt_state["pruned"].sum() == second.ledger.visits_skipped == 0
 
 
 def test_prompts_that_fill_a_batch_are_no_visits_skipped(tmp_path):

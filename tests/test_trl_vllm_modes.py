@@ -78,15 +78,6 @@ def test_the_engine_is_used_as_trl_uses_it(trained, mode):
     assert (ours.calls[0][1] != ours.calls[-2][1]).any()  # the weights moved in between
 
 
-def test_data_is_selected_with_the_engine(trained):
-    trainer = trained(LZEGRPOTrainer, "server", selection_ratio=0.4)
-    engine = trainer.vllm_generation
-    assert [name for name, _ in engine.calls] == ["sync_weights", "generate"] * 3
-    for _, (prompts, images, num_generations) in engine.calls[1::2]:
-        assert (len(prompts), images, num_generations) == (12, None, 4)
-    assert trainer.ledger.rows_rolled_out == 36 and trainer.ledger.rows_trained == 12
-
-
 def some_dead(prompts, completions, **kwargs):
     """Passes every completion of a short prompt, and of the others those of even length."""
     passed = tiny.even_length_reward(completions)

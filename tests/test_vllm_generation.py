@@ -8,7 +8,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 import tiny
 from fake_vllm import FakeVLLM, http_settings
-from lze_trl import LZEGRPOTrainer
 from lze_trl.servers import sync, weights
 from lze_trl.servers.client import RequestRefusedError, ServerMismatchError
 from lze_trl.servers.generation import HTTPGeneration
@@ -113,20 +112,9 @@ def test_a_sync_that_fails_stops_the_run(connect, monkeypatch):
 
 def make_trainer(fake, directory, rewards, **settings):
     """A trainer whose completions come from the fake server."""
-    return LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=rewards,
-        args=tiny.config(
-            directory / "run",
-            use_vllm=True,
-            vllm_mode="http",
-            vllm_server_urls=[fake.url],
-            vllm_server_kwargs={"sync_dir": str(directory / "sync"), "sync_tolerance": 100.0},
-            **settings,
-        ),
-        train_dataset=tiny.prompts(20),
-        processing_class=tiny.tokenizer(),
-    )
+    http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": [fake.url]}
+    http |= {"vllm_server_kwargs": {"sync_dir": str(directory / "sync"), "sync_tolerance": 100.0}}
+    return tiny.make(directory / "run", reward_funcs=rewards, dataset=tiny.prompts(20), **http, **settings)
 
 
 def test_a_resume_after_a_failure_syncs_again(fake, tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..batch import Batch
-from ..memory.state import PromptState, StateSettings
+from ..memory.state import PromptState
 from ..rollout.controllers import Gate
 from .sample import GroupSample
 from .shares import posteriors
@@ -64,7 +64,7 @@ def gate_price(sample: GroupSample, size: int, rng: np.random.Generator) -> floa
     visits = horizon.batches * prompts_of_batch / horizon.prompts
     most = min(horizon.prompts, _MOST_PROMPTS, _MOST_BATCHES * per_batch / max(visits, 1.0))
     world = World(sample, count := max(int(most), per_batch), rng)
-    state, gate = PromptState(StateSettings(group_size=size, prune=False), expected=count), Gate(size, control=0.0)
+    state, gate = PromptState(group_size=size, prune=False, expected=count), Gate(size, control=0.0)
     tokens = live = 0.0
     order: list[int] = []
     for _ in range(max(1, min(_MOST_BATCHES, round(visits * count / per_batch)))):

@@ -9,15 +9,7 @@ from .posterior import beta_parameters, dead_probability
 from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob
 
 
-FEATURES = (
-    *("never_visited", "visited", "posterior", "posterior_spread"),
-    *("spread", "was_alive", "stopped", "solved_streak", "hopeless_streak", "age"),
-    *("no_logprobs", "logprob_mean", "logprob_min", "logprob_max"),
-    *("chance_mean_if_solved", "chance_min_if_solved", "chance_max_if_solved"),
-    *("chance_mean_if_hopeless", "chance_min_if_hopeless", "chance_max_if_hopeless"),
-)
-"""Features of a prompt; for one that was never visited, all are 0 except the first."""
-
+NUM_FEATURES = 20  # F, see [`features`]
 _CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 
@@ -31,7 +23,10 @@ class History(Table):
 
 
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
-    """Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the posterior's log-odds."""
+    """
+    Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the posterior's log-odds. For a prompt that was
+    never visited, all are 0 except the first.
+    """
     streak, rate = history.streak, history.last
     solved, hopeless = (streak > 0).astype(np.float64), (streak < 0).astype(np.float64)
     length, stopped = np.log1p(np.abs(streak)) / 2.0, history.stopped > 0
@@ -59,7 +54,7 @@ class Foresight:
     """
 
     def __init__(self):
-        self.model = OnlineRegression(len(FEATURES))
+        self.model = OnlineRegression(NUM_FEATURES)
         self._metrics: dict[str, float] = {}
 
     def alive(self, history: History, size: int | np.ndarray) -> np.ndarray:
@@ -103,13 +98,6 @@ class Foresight:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last generation batch, over prompts visited before."""
         return self._metrics
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        return self.model.state_dict()
-
-    def load_state_dict(self, state: dict[str, np.ndarray]):
-        self.model.load_state_dict(state)
-        self._metrics = {}
 
 
 def _examples(history: History, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

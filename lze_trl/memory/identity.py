@@ -128,7 +128,6 @@ def _transform(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
 
 
 def _shown(transform: Callable[[dict[str, list]], dict[str, list]], batch: dict[str, list]) -> dict[str, list]:
-    """Transformed rows, with their ids."""
     rows = transform({name: values for name, values in batch.items() if name != ID_COLUMN})
     return {**rows, ID_COLUMN: batch[ID_COLUMN]}
 

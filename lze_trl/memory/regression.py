@@ -95,7 +95,6 @@ def log_odds(chance: np.ndarray) -> np.ndarray:
 
 
 def probability(log_odds: np.ndarray) -> np.ndarray:
-    """Probabilities of log-odds."""
     return 1.0 / (1.0 + np.exp(-np.clip(log_odds, -30.0, 30.0)))
 
 

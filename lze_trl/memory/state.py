@@ -32,22 +32,7 @@ _MAX_ROLLOUTS = np.iinfo(np.uint16).max
 _MAX_FLOAT16 = float(np.finfo(np.float16).max)
 
 
-@dataclass(frozen=True)
-class StateSettings:
-    """Constants of energy and pruning, see [`LZEGRPOConfig`], and of the posterior."""
-
-    difficulty_floor: float = 0.05
-    momentum_weight: float = 0.3
-    ema_decay: float = 0.9
-    pruning_streak: int = 2
-    prune: bool = True
-    posterior_memory: float = 16.0  # most completions that the past of a prompt counts for, because the policy changes
-    group_size: int = 8  # completions of a group whose chances are forecast
-    recurring: bool = True  # whether prompts come again; nothing is remembered of those that do not
-    alone: bool = False  # whether a group goes on by its own first completion, see [`Threshold`]
-    named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
-
-
+@dataclass(eq=False)
 class PromptState:
     """
     State of every visited prompt: a record of 48 bytes and 12 bytes of index. An update costs O(batch).
@@ -58,18 +43,25 @@ class PromptState:
     it and does not set `first_pass_rate`, which is NaN until a visit is completed.
     """
 
-    def __init__(
-        self,
-        settings: StateSettings | None = None,
-        expected: int = 0,  # prompts to allocate memory for
-        bounds: tuple[float, float] | None = None,  # of the scores, where they are known
-    ):
-        self.settings = settings or StateSettings()
-        self.range = RewardRange(bounds)
-        self.foresight = Foresight()
-        self.gate = Threshold(self.settings.group_size, self.settings.alone)
+    # Constants of energy and pruning, see [`LZEGRPOConfig`], and of the posterior
+    difficulty_floor: float = 0.05
+    momentum_weight: float = 0.3
+    ema_decay: float = 0.9
+    pruning_streak: int = 2
+    prune: bool = True
+    posterior_memory: float = 16.0  # most completions that the past of a prompt counts for, because the policy changes
+    group_size: int = 8  # completions of a group whose chances are forecast
+    recurring: bool = True  # whether prompts come again; nothing is remembered of those that do not
+    alone: bool = False  # whether a group goes on by its own first completion, see [`Threshold`]
+    named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
+    expected: int = 0  # prompts to allocate memory for
+    bounds: tuple[float, float] | None = None  # of the scores, where they are known
+
+    def __post_init__(self):
+        self.range, self.foresight = RewardRange(self.bounds), Foresight()
+        self.gate = Threshold(self.group_size, self.alone)
         self.batches = 0  # generation batches so far
-        self._table = np.zeros(max(expected, 16), dtype=_RECORD)
+        self._table = np.zeros(max(self.expected, 16), dtype=_RECORD)
         self._index = RowIndex()
 
     def __len__(self) -> int:
@@ -83,11 +75,6 @@ class PromptState:
     def nbytes(self) -> int:
         """Memory of table and index, in bytes."""
         return self._table.nbytes + self._index.nbytes
-
-    @property
-    def num_pruned(self) -> int:
-        """Number of pruned prompts."""
-        return int(np.count_nonzero(self["pruned"]))
 
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Row of each prompt, shape `(n,)`; −1 if it was never visited."""
@@ -112,17 +99,17 @@ class PromptState:
         groups were stopped after their first completion, `chances`, shape `(P,)`, are the probabilities with which they were
         completed, 0 for the stopped ones. `confidence`, shape `(P,)`, is a factor of the energies.
         """
-        ids, settings = rollouts.prompt_ids, self.settings
+        ids = rollouts.prompt_ids
         before = self._records(ids)
         groups = score_groups(
             rollouts,
             np.where(_begun(before), self._scaled(before["first_pass_rate"]), np.nan),
             np.where(before["visits"] > 0, self._scaled(before["ema"]), np.nan),
             before["visits"].astype(np.int64),
-            before["pruned"] & settings.prune,
-            settings.difficulty_floor,
-            settings.momentum_weight,
-            settings.named_outcome,
+            before["pruned"] & self.prune,
+            self.difficulty_floor,
+            self.momentum_weight,
+            self.named_outcome,
             confidence,
         )
         scored = ~np.isnan(groups.pass_rates)
@@ -137,36 +124,35 @@ class PromptState:
             self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
         scores, group = rollouts.scores, rollouts.group
         counts = np.bincount(group[~np.isnan(scores)], minlength=len(ids))
-        stopped = None if chances is None else chances == 0
+        stopped = np.zeros(len(ids), dtype=bool) if chances is None else chances == 0
         self.remember(groups, group_mean(scores, group, len(ids)), counts, stopped)
         return groups
 
-    def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray | None = None):
+    def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
         """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
-        if not self.settings.recurring:
+        if not self.recurring:
             self.batches += 1
             return
         scored = np.flatnonzero(counts > 0)
-        stopped = np.zeros(len(scored), dtype=bool) if stopped is None else stopped[scored]
-        groups, means, counts = groups.take(scored), means[scored], counts[scored]
+        groups, means, counts, stopped = groups.take(scored), means[scored], counts[scored], stopped[scored]
         rows = self._insert(groups.prompt_ids)
-        records, settings = self._table.take(rows), self.settings
+        records = self._table.take(rows)
         seen = records["rollouts"].astype(np.int64)
         first = np.where(stopped, np.nan, means)
         records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], first)
         # μ starts at p⁽⁰⁾, which λ·μ + (1 − λ)·p then leaves as it is
         average = np.where(groups.visits == 1, means, records["ema"].astype(np.float64))
-        records["ema"] = settings.ema_decay * average + (1.0 - settings.ema_decay) * means
+        records["ema"] = self.ema_decay * average + (1.0 - self.ema_decay) * means
         records["energy"], records["visits"] = groups.energies, groups.visits
-        records["expected"] = remembered_mean(records["expected"], seen, means, counts, settings.posterior_memory)
+        records["expected"] = remembered_mean(records["expected"], seen, means, counts, self.posterior_memory)
         records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
         records["last"], records["last_batch"], records["stopped"] = means, self.batches, stopped
         for name in _LOGPROBS:
             records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
         records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups, stopped)
-        if settings.prune:
+        if self.prune:
             # A pruned prompt that fails its re-check has no positive streak and is active again
-            records["pruned"] = (streak > 0) & (records["pruned"] | (streak >= settings.pruning_streak))
+            records["pruned"] = (streak > 0) & (records["pruned"] | (streak >= self.pruning_streak))
         self._table[rows] = records
         self.batches += 1
 
@@ -185,7 +171,6 @@ class PromptState:
     # ---- Read: by prompt ids of shape `(P,)` ----
 
     def pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Whether prompts are pruned."""
         return self._records(prompt_ids)["pruned"]
 
     def mean_scores(self, prompt_ids: np.ndarray) -> np.ndarray:
@@ -195,7 +180,7 @@ class PromptState:
 
     def history(self, prompt_ids: np.ndarray) -> History:
         """What forecasts are made from."""
-        record, memory = self._records(prompt_ids), self.settings.posterior_memory
+        record, memory = self._records(prompt_ids), self.posterior_memory
         rollouts = record["rollouts"].astype(np.int64)
         return History(
             pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
@@ -208,7 +193,7 @@ class PromptState:
     def prompts(self, prompt_ids: np.ndarray, drawn: Batch | None = None) -> Prompts:
         """What is known before a batch, or once completions are `drawn`."""
         record, history = self._records(prompt_ids), self.history(prompt_ids)
-        difficulty = anchor(self._scaled(record["first_pass_rate"]), self.settings.difficulty_floor)
+        difficulty = anchor(self._scaled(record["first_pass_rate"]), self.difficulty_floor)
         prompts = Prompts(
             prompt_ids=prompt_ids,
             visits=record["visits"].astype(np.int64),
@@ -217,7 +202,7 @@ class PromptState:
             strength=history.strength,
             difficulty=np.where(_begun(record), difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
-            alive=self.foresight.alive(history, self.settings.group_size),
+            alive=self.foresight.alive(history, self.group_size),
             pruned=record["pruned"],
         )
         if drawn is not None and drawn.num_rows:
@@ -237,8 +222,7 @@ class PromptState:
         return self.range.outcomes(means.astype(np.float64))
 
     def metrics(self) -> dict[str, float]:
-        """Metrics to log."""
-        return {"pruned_prompts": float(self.num_pruned), "seen_prompts": float(len(self))}
+        return {"pruned_prompts": float(self["pruned"].sum()), "seen_prompts": float(len(self))}
 
     # ---- Save ----
 
@@ -248,7 +232,6 @@ class PromptState:
         return columns | self.range.state_dict() | {"batches": np.array([self.batches])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Replace the state by a saved one."""
         ids = state["prompt_ids"]
         self.range.load_state_dict(state)
         self.batches = int(state["batches"][0])
@@ -256,7 +239,7 @@ class PromptState:
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
         for name in _COLUMNS:
             self[name][:] = state[name]
-        if not self.settings.prune:  # the run that saved it may have pruned
+        if not self.prune:  # the run that saved it may have pruned
             self["pruned"][:] = False
 
 

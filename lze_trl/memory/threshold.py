@@ -6,13 +6,9 @@ from ..batch import Batch, Prompts
 from .regression import OnlineRegression, bounded_logprob, log_odds
 
 
-_FIRST = ("one", "outcome", "no_logprob", "logprob", "chance", "outcome_logprob", "outcome_chance")
-FEATURES = (
-    *(f"new_{name}" for name in _FIRST),
-    *(f"known_{name}" for name in _FIRST),
-    *("forecast", "surprise", "surprise_chance"),
+_NUM_FEATURES = (
+    17  # of a first completion: 7 of new prompts, 7 of known ones, and 3 of its distance from what was expected
 )
-"""Features of a first completion: of new prompts, of known prompts, and its distance from what was expected."""
 
 
 class Threshold:
@@ -27,7 +23,7 @@ class Threshold:
 
     def __init__(self, group_size: int = 8, alone: bool = False):
         self.group_size, self.alone = group_size, alone
-        self.model = OnlineRegression(len(FEATURES))
+        self.model = OnlineRegression(_NUM_FEATURES)
         self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
         self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
@@ -87,27 +83,25 @@ class Threshold:
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.model.load_state_dict(state)
-        self._recent, self._yield, self._metrics = state["recent"].copy(), state["yield"].copy(), {}
+        self._recent, self._yield = state["recent"].copy(), state["yield"].copy()
 
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Log-odds of the earlier forecast, and features, of prompts with completions. A missing outcome counts as 1/2."""
-    rows = drawn.first_rows
-    outcomes = np.nan_to_num(drawn.outcomes[rows], nan=0.5)
-    return log_odds(prompts.alive), features(prompts, outcomes, drawn.logprobs[rows])
-
-
-def features(prompts: Prompts, outcomes: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """Features of groups, `(P, F)`, all between about −1 and 2, from outcomes and log-probabilities of first completions."""
+    """
+    Of prompts with completions, the log-odds of the earlier forecast, shape `(P,)`, and features of their first completions, `(P, F)`,
+    all between about −1 and 2. A missing outcome counts as 1/2.
+    """
+    rows, offset = drawn.first_rows, log_odds(prompts.alive)
+    outcomes, logprobs = np.nan_to_num(drawn.outcomes[rows], nan=0.5), drawn.logprobs[rows]
     missing, surprise = np.isnan(logprobs), np.abs(outcomes - prompts.pass_rates)
     logprobs = np.where(missing, -1.0, np.minimum(logprobs, 0.0))
     bounded, chance = bounded_logprob(logprobs) * ~missing, np.exp(logprobs) * ~missing
     first = np.stack(
         [np.ones_like(outcomes), outcomes, missing, bounded, chance, outcomes * bounded, outcomes * chance], axis=1
     )
-    against = np.stack([log_odds(prompts.alive) / 4.0, surprise, surprise * chance], axis=1)
+    against = np.stack([offset / 4.0, surprise, surprise * chance], axis=1)
     known = (prompts.visits > 0).astype(np.float64)[:, np.newaxis]
-    return np.concatenate([first * (1.0 - known), first * known, against * known], axis=1)
+    return offset, np.concatenate([first * (1.0 - known), first * known, against * known], axis=1)
 
 
 def _kept(prompts: Prompts, window: int) -> float:

@@ -1,16 +1,14 @@
 """Passes over the training set: which prompts each generation batch rolls out."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 
-from ..batch import Table
 from ..memory.identity import ID_COLUMN, distinct_ids
 from ..memory.state import PromptState
 from .planners import Planner
@@ -18,22 +16,6 @@ from .stream import GrowingStream, PromptStream
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
-
-
-class PromptSource(Protocol):
-    """Supplies prompts to a training set that grows; `lze_trl.selfplay` lets the policy write them."""
-
-    pool: Any  # the training set: rows by number, and `prompt_ids`
-
-    def restock(self, missing: int, generation: int, policy: Callable[[], Any]): ...
-
-    def observe(self, groups: Table): ...
-
-    def metrics(self) -> dict[str, float]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]): ...
 
 
 @dataclass
@@ -71,7 +53,7 @@ class Passes:
         self.grows = self.dataset is not None and not isinstance(self.dataset, Dataset)
         self.stream: Any = None
         if self.grows:
-            self.stream = GrowingStream(self.planner, self.state, args.seed, args.self_play["reuse"])
+            self.stream = GrowingStream(self.planner, self.state, args.seed, self.dataset, args.self_play["reuse"])
             return
         ids = _NOTHING
         if self.dataset is not None:
@@ -86,10 +68,6 @@ class Passes:
         """Number of prompts to add to a growing training set for the next batch."""
         least = max(self.num_groups, self.args.self_play["stock"] or 0)
         return max(0, least - len(self.stream)) if self.grows else 0
-
-    def grow(self):
-        """Take in the prompts that were added to the training set."""
-        self.stream.extend(self.dataset.prompt_ids)
 
     def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
         """Plan a generation batch; `inputs` are the rows of TRL's sampler for this process, each prompt G times."""
@@ -144,7 +122,6 @@ class Passes:
         return self.load(rows[start : start + share])
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Dataset rows."""
         distinct, place = np.unique(rows, return_inverse=True)
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
@@ -167,20 +144,6 @@ class Passes:
         """Prompt of each group of the whole batch, shape `(P,)`."""
         ids = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
         return self.accelerator.gather(ids).cpu().numpy()[:: self.group_size]
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """The pass, the prompts left of it, and the planner's state."""
-        return self.stream.state_dict()
-
-    def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue the pass of a checkpoint, whose prompts must all be in the training set."""
-        if self.grows:
-            self.stream.replace_rows(self.dataset.prompt_ids)
-        self.stream.load_state_dict(state)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the planner."""
-        return self.planner.metrics()
 
 
 def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The order in which prompts are rolled out, pass after pass, without those that the planner leaves out."""
 
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -34,11 +35,8 @@ class PromptStream:
         first_order: np.ndarray = _NO_ROWS,
         shuffle: bool = True,
     ):
-        self.planner = planner
-        self.state = state
-        self.seed = seed
-        self.first_order = first_order
-        self.shuffle = shuffle
+        self.planner, self.state, self.seed = planner, state, seed
+        self.first_order, self.shuffle = first_order, shuffle
         self.pass_index = -1
         self.left_out = _NO_ROWS  # ids of the prompts that this pass does not roll out, ascending
         self._queue = _NO_ROWS  # rows of the rest of the pass
@@ -46,7 +44,6 @@ class PromptStream:
         self.replace_rows(prompt_ids)
 
     def replace_rows(self, prompt_ids: np.ndarray):
-        """Continue with another training set."""
         self.prompt_ids = prompt_ids
         self._index = RowIndex(prompt_ids)
 
@@ -132,29 +129,31 @@ class PromptStream:
         return own | {f"planner.{name}": array for name, array in self.planner.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue the pass of a checkpoint. The rows of the training set may be in another order."""
+        """Continue the pass of a checkpoint, whose prompts must all be in the training set, in any order."""
         self.pass_index, self.left_out = int(state["pass_index"][0]), state["left_out"]
         self.planner.load_state_dict(section(state, "planner"))
         self._queue = self.rows_of(state["queue"])
 
 
 class GrowingStream(PromptStream):
-    """Hands out prompts of a growing training set: new ones first, each `reuse` times, the next visits after all others."""
+    """
+    Hands out prompts of a growing training set, the `pool` with its `prompt_ids`: new ones first, each `reuse` times, the next visits
+    after all others.
+    """
 
-    def __init__(self, planner: Planner, state: PromptState, seed: int, reuse: int):
+    def __init__(self, planner: Planner, state: PromptState, seed: int, pool: Any, reuse: int):
         super().__init__(planner, state, _NO_ROWS, seed)
         self.begin(0)
-        self.reuse = reuse
+        self.pool, self.reuse = pool, reuse
         self._left = _NO_ROWS  # visits left of each row
 
     def __len__(self) -> int:
         """Prompts with visits left."""
         return len(self._queue)
 
-    def extend(self, prompt_ids: np.ndarray):
-        """Take in the new rows of the training set, whose ids are now these."""
-        self.replace_rows(prompt_ids)
-        rows = np.arange(len(self._left), len(prompt_ids))
+    def extend(self):
+        self.replace_rows(self.pool.prompt_ids)
+        rows = np.arange(len(self._left), len(self.prompt_ids))
         self._left = np.concatenate([self._left, np.full(len(rows), self.reuse)])
         self._queue = np.concatenate([rows, self._queue])
 
@@ -169,7 +168,7 @@ class GrowingStream(PromptStream):
         return super().state_dict() | {"left": self._left[self._queue]}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint; [`replace_rows`] must have been called with its prompts."""
+        self.replace_rows(self.pool.prompt_ids)
         super().load_state_dict(state)
         self._left = np.zeros(len(self.prompt_ids), dtype=np.int64)
         self._left[self._queue] = state["left"]

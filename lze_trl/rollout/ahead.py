@@ -29,12 +29,12 @@ class LookAhead:
     """
 
     def __init__(self, rounds: Any, pending: Any, drawn: Batch, engine: Any):
-        self.rounds, self.pending, self.drawn, self.engine = rounds, pending, drawn, engine
+        self.rounds, self.pending, self.engine, self.prompt_ids = rounds, pending, engine, drawn.prompt_ids
         self.round, self.rng = pending.round + 1, copy.deepcopy(pending.rng)
         self.active = np.flatnonzero(pending.counts)  # group of each place
         self.rows = pending.plan.rows[self.active]
         self._arrived: set[int] = set()
-        self._columns: dict[str, list[float]] = {name: [] for name in _COLUMNS}
+        self._columns = {name: getattr(drawn, name) for name in _COLUMNS}  # of all rows so far
         self._failed = False
 
     def __call__(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
@@ -60,35 +60,15 @@ class LookAhead:
         rewards = self.engine.scored(inputs, prompts, [completion.token_ids for completion in flat])
         judged = self.rounds.judge(rewards, self.engine.reward_weights.cpu(), 1)
         judged |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
-        for name, values in self._columns.items():
-            values.extend(judged[name])
+        self._columns = {name: np.append(values, judged[name]) for name, values in self._columns.items()}
         self._arrived |= set(arrived)
-        drawn = self._so_far()
-        counts = ask(
-            self.rounds.controller,
-            self.round,
-            self.rounds.known(self.pending, drawn),
-            drawn,
-            copy.deepcopy(self.rng),
-        )
+        # All that has been drawn, as the controller would see it if nothing else came
+        range, order = copy.copy(self.rounds.state.range), np.argsort(self._columns["group"], kind="stable")
+        columns = {name: column[order] for name, column in self._columns.items()}
+        range.observe(columns["scores"])
+        outcomes, none = range.outcomes(columns["scores"]), np.zeros(len(order), dtype=np.int64)
+        drawn = Batch.of(self.prompt_ids, outcomes=outcomes, prompt_tokens=none, completion_tokens=none, **columns)
+        known, rng = self.rounds.known(self.pending, drawn), copy.deepcopy(self.rng)
+        counts = ask(self.rounds.controller, self.round, known, drawn, rng)
         wanted = [(place, int(counts[self.active[place]])) for place in arrived]
         return [(place, count) for place, count in wanted if count]
-
-    def _so_far(self) -> Batch:
-        """All that has been drawn, as the controller would see it if nothing else came."""
-        before, range = self.drawn, copy.copy(self.rounds.state.range)
-        columns = {
-            name: np.concatenate([getattr(before, name), np.array(values, dtype=getattr(before, name).dtype)])
-            for name, values in self._columns.items()
-        }
-        order = np.argsort(columns["group"], kind="stable")
-        columns = {name: column[order] for name, column in columns.items()}
-        range.observe(columns["scores"])
-        none = np.zeros(len(order), dtype=np.int64)
-        return Batch.of(
-            before.prompt_ids,
-            outcomes=range.outcomes(columns["scores"]),
-            prompt_tokens=none,
-            completion_tokens=none,
-            **columns,
-        )

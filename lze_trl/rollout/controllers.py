@@ -76,9 +76,7 @@ class UniformController(RolloutController):
     """`group_size` completions of every prompt in one round: plain GRPO."""
 
     group_size: int
-    kept: int | None = (
-        None  # most completions of a group that are trained on, at least 2, see [`stratified`]; None for all
-    )
+    kept: int | None = None  # most completions of a group to train on, at least 2, see [`stratified`]; None for all
 
     def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         return super().keep(drawn, rng) if self.kept is None else stratified(drawn, self.kept)

@@ -25,10 +25,9 @@ class RewardNotes:
     """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, ballots."""
 
     def __init__(self):
-        self.columns: dict[
-            str, list
-        ] = {}  # by name, of the latest round; of two functions with one name the last one counts
-        self.ballots: dict[int, list] = {}  # of the latest round, by the column of a group reward
+        # Of the latest round: columns by name, of two functions with one name the last one's
+        self.columns: dict[str, list] = {}
+        self.ballots: dict[int, list] = {}  # by the column of a group reward
         self._round: dict[str, list[float]] = defaultdict(list)
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
@@ -51,7 +50,6 @@ class RewardNotes:
         self._round[name].append(value)
 
     def take_metrics(self) -> dict[str, list[float]]:
-        """What was noted since the last call."""
         taken, self._metrics = self._metrics, defaultdict(list)
         return taken
 

@@ -72,10 +72,8 @@ class GateGuard:
         evidence = -against_gate if self.draws_whole else against_gate
         growth = np.log1p(np.outer(_BETS, evidence)).sum(axis=1)
         self._capital = np.maximum(self._capital, 1.0) * np.exp(np.minimum(growth, 100.0))
-        if self._capital.mean() >= (TO_GO_ON if self.draws_whole else TO_STOP):
-            self._change()
-
-    def _change(self):
+        if self._capital.mean() < (TO_GO_ON if self.draws_whole else TO_STOP):
+            return
         self.draws_whole = not self.draws_whole
         self._capital = np.ones(len(_BETS))
         if self.draws_whole:
@@ -98,7 +96,6 @@ class GateGuard:
         return {"guard": float(not self.draws_whole)} | told
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Totals, capital and belief."""
         totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent}
         return totals | {"capital": self._capital, "whole": np.array([self.draws_whole])}
 

@@ -24,11 +24,10 @@ from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .controllers import Gate, RolloutController, ask, ask_more
-from .estimates import mean_over_full_batch, represented
+from .estimates import mean_over_full_batch, represented, uniform_sample
 from .payoff import GateGuard, gated
 from .settling import settle, unsettled, with_columns
 from .signals import signals, total_rewards
-from .uniform import uniform_sample
 
 
 logger = logging.getLogger(__name__)
@@ -51,19 +50,19 @@ class Pending:
     ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
     round: int = 0
-    # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `chances`: see
-    # `RolloutController.chances`; `begun` and `finished`: those of round 0 and of a later one
+    # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `begun` and `finished`: chances,
+    # see `RolloutController.chances`, of round 0 and of a later one
     given: np.ndarray | None = None
     first: np.ndarray | None = None
-    chances: np.ndarray | None = None
     begun: np.ndarray | None = None
     finished: np.ndarray | None = None
 
     def ask(self, counts: np.ndarray, chances: np.ndarray | None):
         """Note what a round asks for, and with which chances."""
-        if chances is not None:
-            self.chances, self.finished = chances, chances if self.round else None
-            self.begun = self.begun if self.round else chances
+        if self.round == 0:
+            self.begun = chances
+        elif chances is not None:
+            self.finished = chances
         if counts.any():
             self.given = counts if self.given is None else self.given
             first = _padded(counts[:0] if self.first is None else self.first, len(counts), 0)
@@ -81,9 +80,9 @@ class Rounds:
     state: PromptState
     rule: OutcomeRule
     accelerator: Accelerator
-    _in_rounds: bool = field(default=False, init=False)  # that groups wait for each other was told
 
     def __post_init__(self):
+        self._in_rounds = False  # that groups wait for each other was told
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
@@ -121,7 +120,9 @@ class Rounds:
         engine.rounds_ended()
         if not parts:
             return None
-        keep_first_round(engine.metrics, len(parts))
+        for name, values in engine.metrics.items():  # of TRL's, keep those of the first round, as of uniform sampling
+            if name.startswith(("completions/", "tools/")):
+                del values[len(values) - len(parts) + 1 :]
         return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
 
     def _ask(self, pending: Pending, drawn: Batch, engine: Any):
@@ -228,10 +229,10 @@ class Rounds:
         """
         count, columns = batch.num_groups, vars(pending)
         given, first = (_padded(columns[name], count, 0) for name in ("given", "first"))
-        chances, begun, finished = (
-            None if columns[name] is None else _padded(columns[name], count, 1.0)
-            for name in ("chances", "begun", "finished")
+        begun, finished = (
+            None if columns[name] is None else _padded(columns[name], count, 1.0) for name in ("begun", "finished")
         )
+        chances = begun if finished is None else finished
         if isinstance(self.controller, Gate) and begun is not None:
             self.guard.see(
                 batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size
@@ -251,7 +252,6 @@ class Rounds:
         return batch.with_prompts(weights=weights)
 
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
-        """The plan, with further prompts if the controller wants them."""
         plan, prompts = pending.plan, self.state.prompts(drawn.prompt_ids)
         further = ask_more(self.controller, pending.round, prompts, drawn, wanted)
         if further == 0:
@@ -291,7 +291,6 @@ class Rounds:
         return {"scores": scores, "rewards": total, "signals": scores if self.args.alive == "outcome" else signal}
 
     def _observe(self, scores: np.ndarray):
-        """Enter the scores of new completions into the range of the run."""
         if no_longer_solved := self.state.observe(scores):
             logger.warning(
                 "A total reward of %s is above the range of the latest ones, so %d prompts that counted as solved do not any more. "
@@ -313,10 +312,3 @@ def gathered_columns(numbers: dict[str, np.ndarray], accelerator: Accelerator) -
 def _padded(values: np.ndarray, length: int, value: float) -> np.ndarray:
     """The values, extended to a length by another one."""
     return np.pad(values, (0, length - len(values)), constant_values=value)
-
-
-def keep_first_round(metrics: dict[str, list[float]], rounds: int):
-    """Of TRL's metrics of some rounds, the last ones entered, keep those of the first, which uniform sampling would have seen too."""
-    for name in metrics:
-        if name.startswith(("completions/", "tools/")):
-            del metrics[name][len(metrics[name]) - rounds + 1 :]

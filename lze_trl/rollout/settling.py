@@ -76,7 +76,6 @@ def reader(reward: GroupReward, notes: Callable[[list[Any]], None], ends: Sequen
 
 
 def _name(reward: Any) -> str:
-    """By which TRL logs a reward function."""
     return get_callable_name(reward)
 
 

@@ -28,10 +28,9 @@ class SamplingWatch(LogitsProcessor):
         self._sampled: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._lost or input_ids.ndim != 2 or scores.ndim != 2 or len(input_ids) != len(scores):
+        of_rows = input_ids.ndim == scores.ndim == 2 and len(input_ids) == len(scores)
+        if self._lost or not of_rows or (self._scores is not None and self._scores.shape != scores.shape):
             self._lost = True  # continuous batching gives the tokens of all requests in one row
-        elif self._scores is not None and self._scores.shape != scores.shape:
-            self._lost = True
         else:
             if self._scores is not None:
                 self._sampled.append(self._of(self._scores, input_ids[:, -1]))
@@ -39,7 +38,6 @@ class SamplingWatch(LogitsProcessor):
         return scores
 
     def begin(self):
-        """A new generation begins."""
         self._lost, self._scores, self._sampled = False, None, []
 
     def end(self, sequences: torch.Tensor):
@@ -101,9 +99,8 @@ def watched(model: Any) -> Iterator[SamplingWatch]:
         yield watch
         return
     processors, generate = inner._get_logits_processor, inner.generate
-    own = {
-        name: vars(inner)[name] for name in _WATCHED if name in vars(inner)
-    }  # a user may have set them on the object
+    # A user may have set them on the object
+    own = {name: vars(inner)[name] for name in _WATCHED if name in vars(inner)}
 
     def with_watch(*args: Any, **kwargs: Any) -> list:
         watch.begin()

@@ -59,19 +59,14 @@ def _deviations(
     rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale, weights: np.ndarray | None = None
 ) -> np.ndarray:
     """σ with Bessel's correction for each row; NaN where fewer than two rewards are known."""
+    known = ~np.isnan(rewards)
     if scale == "batch":
-        return np.full(len(rewards), _batch_deviation(rewards, np.ones(len(rewards)) if weights is None else weights))
-    counts = np.bincount(group[~np.isnan(rewards)], minlength=num_groups)
+        counts = np.ones(known.sum()) if weights is None else weights[known]
+        if known.sum() < 2 or counts.sum() <= 1.0:
+            return np.full(len(rewards), np.nan)
+        squares = (rewards[known] - np.average(rewards[known], weights=counts)) ** 2
+        return np.full(len(rewards), np.sqrt((counts * squares).sum() / (counts.sum() - 1.0)))
+    counts = np.bincount(group[known], minlength=num_groups)
     variance = group_variance(rewards, group, num_groups)
     correction = np.divide(counts, counts - 1, out=np.full(num_groups, np.nan), where=counts > 1)
     return np.sqrt(variance * correction)[group]
-
-
-def _batch_deviation(rewards: np.ndarray, weights: np.ndarray) -> float:
-    """σ of weighted rewards, with Bessel's correction."""
-    known = ~np.isnan(rewards)
-    rewards, weights = rewards[known], weights[known]
-    if len(rewards) < 2 or weights.sum() <= 1.0:
-        return np.nan
-    mean = np.average(rewards, weights=weights)
-    return float(np.sqrt((weights * (rewards - mean) ** 2).sum() / (weights.sum() - 1.0)))

@@ -56,15 +56,12 @@ class EnergySelector(Selector):
         return top_k(scores + scale * noise, live, k)
 
 
-@dataclass(frozen=True)
-class ScoreSelector(Selector):
-    """The live groups with the highest `score(groups)`, ties broken at random."""
-
-    score: Callable[[Table], np.ndarray]
+class VarianceSelector(Selector):
+    """The live groups whose outcomes vary most, ties broken at random."""
 
     def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         order = rng.permutation(len(groups))
-        scores = np.round(self.score(groups), 9)  # 1/3 and 2/3 are equally far from 1/2, up to the last bit
+        scores = np.round(groups.uncertainty, 9)  # 1/3 and 2/3 are equally far from 1/2, up to the last bit
         chosen = top_k(scores[order], groups.alive[order], k)
         return np.sort(order[chosen])
 
@@ -91,10 +88,9 @@ class ZeroVarianceFilter(Selector):
 
 
 def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
-    """The selector with a name."""
     selectors = {
         "energy": EnergySelector(gumbel_scale),
-        "variance": ScoreSelector(lambda groups: groups.uncertainty),
+        "variance": VarianceSelector(),
         "random": RandomSelector(),
         "all": AllSelector(),
         "zero_variance": ZeroVarianceFilter(),

@@ -82,9 +82,7 @@ class VLLMServer:
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
         self.last_token_id = 2**31 - 1  # that it may send
-        self.difference: float | None = (
-            None  # mean absolute one from the trainer's log-probs, in nats, after the last load
-        )
+        self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
         self.problem: ServerError | None = None  # of the outage that it is in

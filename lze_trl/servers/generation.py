@@ -104,7 +104,6 @@ class HTTPGeneration:
         return dict(self.batches)
 
     def load_state_dict(self, state: dict[str, int]):
-        """Go on where the run that saved this state was."""
         self.batches = Counter(state)
 
     def sync_weights(self):
@@ -239,12 +238,8 @@ class HTTPGeneration:
     def _asked(self, groups: list[Group]) -> tuple[Serving, list[Future]]:
         """Who works on the requests of groups, and their results, whether they are under way or not."""
         serving = self._serving = self._serving or self.pool.serving()
-        keys = [_key(group) for group in groups]
-        results = [
-            self._ahead.pop(key) if key in self._ahead else serving.submit(group)
-            for key, group in zip(keys, groups, strict=True)
-        ]
-        return serving, results
+        ahead = self._ahead
+        return serving, [ahead.pop(_key(g)) if _key(g) in ahead else serving.submit(g) for g in groups]
 
     def _follow(
         self,

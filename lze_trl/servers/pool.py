@@ -36,7 +36,6 @@ class Group:
     body: dict[str, Any]  # sampling settings, in vLLM's names
 
     async def __call__(self, http: httpx2.AsyncClient, server: VLLMServer) -> list[Completion]:
-        """The completions, by a server."""
         return await server.complete(http, self.prompt, self.count, self.body)
 
 
@@ -162,7 +161,6 @@ class ServerPool:
             server.ready, server.running = False, 0
 
     async def _prepare(self, http: httpx2.AsyncClient, server: VLLMServer):
-        """Make sure that a server holds the current weights."""
         try:
             await (server.learn_model(http) if self.snapshot is None else server.hold(http, self.snapshot))
         except ServerError as error:

@@ -106,12 +106,9 @@ def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tup
     """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
     if backend.fsdp_version == 1:
         raise ValueError("FSDP1 cannot be synced with vLLM over HTTP. Set `fsdp_version: 2` in the accelerate config.")
-    parameters: Any
-    if is_peft_model(model):
-        wrapped: Any = model
-        parameters = merged_parameters(wrapped)
-    else:
-        parameters = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
+    wrapped: Any = model
+    plain = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
+    parameters: Any = merged_parameters(wrapped) if is_peft_model(model) else plain
     for name, parameter, layer in parameters:
         with backend.gather_params([parameter] if layer is None else list(layer.parameters())):
             tensor = whole(parameter)
