@@ -20,7 +20,6 @@ from .record.causes import causes
 from .record.ledger import Ledger, account
 from .record.metrics import batch_metrics
 from .record.recorder import Recorder
-from .record.safeguards import VoteHistory
 from .record.tables import prompt_columns, row_columns
 from .rollout.controllers import RolloutController, ask_keep
 from .rollout.rounds import Pending, Rounds
@@ -53,7 +52,7 @@ class GenerationStep:
         self.micro_step = 0  # calls of `training_step` so far
         self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
-        self.votes = VoteHistory()
+        self.histories: dict[str, Any] = {}  # of callbacks, by their name in a checkpoint: told of every batch
         self.advice = Advice(self.args, self.recorder.reward_names)
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
@@ -198,7 +197,8 @@ class GenerationStep:
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
         known = self.args.self_play["label_confidence"] == "share" and "confidence" in drawn.prompts
         groups = self.state.visit(drawn, chances, drawn.prompts.confidence if known else None)
-        self.votes.add_batch(drawn.facts.get("logged", {}), len(groups))
+        for history in self.histories.values():
+            history.add_batch(drawn.facts.get("logged", {}), len(groups))
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
@@ -312,8 +312,8 @@ class GenerationStep:
             "guard": self.rounds.guard,
             "passes": self.passes,
             "advice": self.advice,
-            "votes": self.votes,
             "ledger": self.ledger,
+            **self.histories,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import tiny
 import votes_run
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
+from lze_trl.evaluation.votes import VoteHistory
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record.evaluations import read_results
-from lze_trl.record.safeguards import VoteHistory
 from lze_trl.rewards import MajorityReward
 
 
@@ -105,15 +105,16 @@ def test_a_constant_policy_is_stopped_and_a_resumed_run_stops_there_too(tmp_path
         resumed = probe_run.make(tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / "run-1" / f"checkpoint-{checkpoint}"))
         assert resumed.state.global_step == 3
-        assert resumed.vote_history == whole.vote_history
+        assert resumed.generation_step.histories == whole.generation_step.histories
 
 
 def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
     trainer = probe_run.make(tmp_path, probe_run.boxed_rollouts)
     trainer.train()
+    history = trainer.generation_step.histories["votes"]
     assert trainer.state.global_step == 8
-    assert len(trainer.vote_history.shares) == 8
-    assert [probe[:2] for probe in trainer.vote_history.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
+    assert len(history.shares) == 8
+    assert [probe[:2] for probe in history.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
     logged = {entry["step"] for entry in trainer.state.log_history if "probe/accuracy" in entry}
     assert logged == {0, 2, 4, 6, 8}
 
