@@ -9,9 +9,12 @@ import numpy as np
 from lze_trl.batch import Batch, Table
 from lze_trl.memory.state import PromptState, StateSettings
 from lze_trl.record import GenerationRecord, TelemetryWriter
-from lze_trl.record.ledger import Ledger, TokenCost, account
+from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.tables import prompt_columns, row_columns
 
+
+REWARDS = ["accuracy_reward", "format_reward"]
+"""Names of the reward functions."""
 
 _SUBJECTS = ("algebra", "geometry", "number theory", "counting", "probability")
 _TOKEN_COST = TokenCost(forward=2.0 * 1.6e6, train=6.0 * 1.6e6)
@@ -105,7 +108,7 @@ class SyntheticTraining:
         groups = self._state.visit(rollouts)
         selected = self._select(groups)
         self._skill += 0.02 * selected.sum() / max(num_groups * 0.4, 1) + self._rng.normal(0.0, 0.04)
-        self._account(rollouts, groups, selected)
+        self._account(rollouts, selected)
         pruned = self._state.pruned(rollouts.prompt_ids)
         rows = row_columns(rollouts.with_rows(rewards_per_func=rewards, loss_tokens=rollouts.completion_tokens))
         texts = [_completion_text(prompts[g], passed[row]) for row, g in enumerate(group)]
@@ -123,7 +126,6 @@ class SyntheticTraining:
                 columns=np.array(facts, dtype=object),
             ),
             rows=rows | {"completion": np.array(texts if self.completions else [None] * len(texts), dtype=object)},
-            reward_names=["accuracy_reward", "format_reward"],
             ledger=self._ledger.summary(_TOKEN_COST),
         )
 
@@ -137,10 +139,10 @@ class SyntheticTraining:
         selected[ranked] = True
         return selected
 
-    def _account(self, rollouts: Batch, groups: Table, selected: np.ndarray):
+    def _account(self, rollouts: Batch, selected: np.ndarray):
         ledger, chosen = self._ledger, np.flatnonzero(selected[rollouts.group])
         before = ledger.update_tokens
-        account(ledger, rollouts, groups, chosen, rollouts.num_rows, logprob_passes=1)
+        ledger.add(rollouts.num_rows, rollouts, chosen)
         ledger.rollout_seconds += 2e-5 * float((rollouts.prompt_tokens + rollouts.completion_tokens).sum())
         ledger.update_seconds += 4e-5 * (ledger.update_tokens - before)
 
@@ -168,9 +170,8 @@ def record_synthetic_run(
         generations (`int`): Number of generation batches.
         seconds_per_generation (`float`, *optional*, defaults to `0.0`): Time to wait between them.
     """
-    writer = TelemetryWriter(
-        directory, completions="all" if training.completions else "none", settings=training.settings
-    )
+    mode = "all" if training.completions else "none"
+    writer = TelemetryWriter(directory, mode, training.settings, reward_names=REWARDS)
     for record in training.generations(generations):
         record.max_steps = generations
         writer.record(record)

@@ -17,7 +17,7 @@ from .pack.window import Window
 from .plan.passes import Passes, Plan, PromptSource
 from .record.advice import Advice
 from .record.causes import causes
-from .record.ledger import Ledger, account
+from .record.ledger import Ledger
 from .record.metrics import batch_metrics
 from .record.recorder import Recorder
 from .record.tables import prompt_columns, row_columns
@@ -184,7 +184,7 @@ class GenerationStep:
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
-            account(self.ledger, drawn, drawn.prompts, rows, self.args.generation_batch_size, engine.logprob_passes)
+            self.ledger.add(self.args.generation_batch_size, drawn, rows)
             self._log(pending.plan, drawn, chosen, batch, engine)
             self._record(pending.plan, engine, drawn, chosen)
         return batch
@@ -255,7 +255,7 @@ class GenerationStep:
 
     def _nothing(self, plan: Plan, engine: Engine) -> Batch:
         """A batch of which pruning, or the controller, has left nothing."""
-        self.ledger.add_plain(self.args.generation_batch_size, row_tokens=None)
+        self.ledger.add(self.args.generation_batch_size)
         self._record(plan, engine)
         return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 

@@ -50,9 +50,9 @@ def rows_of(html, table):
     return [[cell.text for cell in row] for row in tree.find("tbody")]
 
 
-def recorded(directory, *records, **settings):
+def recorded(directory, *records, **options):
     """A run of these records."""
-    writer = TelemetryWriter(directory, completions="all", settings=settings)
+    writer = TelemetryWriter(directory, completions="all", **options)
     for record in records:
         writer.record(record)
     writer.close()
@@ -229,9 +229,8 @@ def test_charts_show_the_values_of_the_curves(runs):
 
 def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
-    record.reward_names = ["step", "reward", "reward"]
     record.rows["rewards"] = np.tile([0.0, 0.25, 0.5], (len(record.rows["group"]), 1))
-    run = recorded(tmp_path, record)
+    run = recorded(tmp_path, record, reward_names=["step", "reward", "reward"])
     means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5}
     assert reward_curves(run).iloc[0].to_dict() == means
     shown = shown_lines(charts.overview(run))["Reward"]
@@ -290,8 +289,7 @@ def test_text_of_a_run_is_escaped(tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=4).generations(1))
     record.prompts["text"][:] = record.rows["completion"][:] = NASTY
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
-    record.reward_names = [NASTY, "b"]
-    run = recorded(tmp_path / NASTY.replace("/", ""), record, **{NASTY: NASTY})
+    run = recorded(tmp_path / NASTY.replace("/", ""), record, settings={NASTY: NASTY}, reward_names=[NASTY, "b"])
     prompt = int(record.prompts["prompt_id"][0])
     detail = views.prompt_detail(run, prompt) + views.completions(run, prompt) + views.settings(run)
     assert detail.count(escape(NASTY)) >= 7 and "<script" not in detail and "<b>x" not in detail

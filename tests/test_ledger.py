@@ -5,11 +5,9 @@ import pytest
 
 import tiny
 from lze_trl.batch import Batch
-from lze_trl.memory.state import PromptState
 from lze_trl.record.ledger import (
     Ledger,
     TokenCost,
-    account,
     against_plain,
     headline,
     time_of_plain,
@@ -68,9 +66,7 @@ def ledger_of(
     """A ledger of generation batches, each with the lengths drawn and the rows trained on."""
     ledger = Ledger(logprob_passes=passes, **settings)
     for lengths, chosen in batches:
-        drawn = rollouts_of(lengths)
-        groups = PromptState().visit(drawn)
-        account(ledger, drawn, groups, np.array(chosen, dtype=int), batch_rows, passes)
+        ledger.add(batch_rows, rollouts_of(lengths), np.array(chosen, dtype=int))
     return ledger
 
 
@@ -111,7 +107,7 @@ def test_ratios_by_hand(lengths, chosen, batch_rows, rollouts, updates, iteratio
 
 def test_a_batch_of_which_pruning_left_nothing_is_as_long_as_those_before():
     ledger = ledger_of([([[5, 5]] * 2, [0, 1])], batch_rows=4)
-    ledger.add_plain(4, row_tokens=None)
+    ledger.add(4)
     assert ratios(ledger.summary(COST)) == pytest.approx({"rollouts": 0.5, "updates": 0.25, "total": 0.3125})
 
 

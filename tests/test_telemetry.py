@@ -45,7 +45,6 @@ def make_record(
         "pass_index": 1,
         "skipped": 7,
         "rewards": np.stack([outcomes.ravel(), np.full(outcomes.size, np.nan)], axis=1),
-        "reward_names": ["accuracy_reward", "format_reward"],
         "loss_tokens": np.full(outcomes.size, 2),
         "completion": np.array([f"{generation}:{i}" for i in range(outcomes.size)], dtype=object),
         "columns": [{"level": 3}] * len(outcomes),
@@ -55,7 +54,8 @@ def make_record(
 
 
 def record_run(directory, records, **options):
-    writer = TelemetryWriter(directory, **{"completions": "all", **options})
+    names = ["accuracy_reward", "format_reward"]
+    writer = TelemetryWriter(directory, **{"completions": "all", "reward_names": names, **options})
     for record in records:
         writer.record(record)
         writer.record_step(record.step, {"loss": record.generation / 10})

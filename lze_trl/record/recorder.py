@@ -61,7 +61,7 @@ class Recorder:
         if prompts:
             prompts, rows = self._with_text(prompts, rows, batch, generation)
         if writer := self._open(generation):
-            facts |= {"reward_names": self.reward_names, "ledger": self.totals()}
+            facts |= {"ledger": self.totals()}
             writer.record(GenerationRecord(generation=generation, prompts=prompts, rows=rows, **facts))
 
     def record_step(self, step: int, generation: int, logs: dict[str, Any]):
@@ -96,6 +96,7 @@ class Recorder:
                 settings | self.described,
                 resumed_generation=generation or None,
                 known={name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()},
+                reward_names=self.reward_names,
             )
         return self._writer
 
@@ -143,7 +144,8 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
     """Columns of a dataset row that a table can hold: level, subject, gold answer, …; a number as `prompt_id` is left out."""
     hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
-    return {name: value for name, value in row.items() if name not in hidden and _is_simple(value)}
+    simple = str, int, float, type(None)
+    return {name: value for name, value in row.items() if name not in hidden and isinstance(value, simple)}
 
 
 def _thumbnails(row: dict[str, Any]) -> str:
@@ -158,7 +160,3 @@ def _data_url(image: Any) -> str:
     file = BytesIO()
     image.convert("RGB").save(file, "PNG")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
-
-
-def _is_simple(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float))

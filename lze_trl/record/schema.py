@@ -72,10 +72,8 @@ class Meta:
     @property
     def reward_labels(self) -> list[str]:
         """`reward_names` with a number where one occurs again: `reward`, `reward (2)`."""
-        counts = [self.reward_names[: place + 1].count(name) for place, name in enumerate(self.reward_names)]
-        return [
-            name if count == 1 else f"{name} ({count})" for name, count in zip(self.reward_names, counts, strict=True)
-        ]
+        earlier = [self.reward_names[:place].count(name) for place, name in enumerate(self.reward_names)]
+        return [f"{name} ({n + 1})" if n else name for name, n in zip(self.reward_names, earlier, strict=True)]
 
     def write(self, directory: Path):
         """Write the file atomically."""
@@ -89,8 +87,7 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
-                content.setdefault("known", {})  # which an earlier version did not write
-                return cls(**{own.name: content[own.name] for own in fields(cls)})
+                return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
         except FileNotFoundError:
             raise MissingTelemetryError(
                 "Nothing has been recorded here yet. A training with `telemetry=True` appears as soon as its first "

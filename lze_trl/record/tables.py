@@ -27,7 +27,6 @@ class GenerationRecord:
     step: int  # optimizer step
     prompts: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
-    reward_names: list[str] = field(default_factory=list)  # of the F reward functions
     pass_index: int = 0  # pass over the data
     skipped: int = 0  # prompts of the batch that pruning left without rollouts
     ledger: dict[str, float] = field(default_factory=dict)  # cumulative work, see [`Ledger.summary`]

@@ -318,8 +318,8 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     record.prompts["text"][:] = NASTY
     record.rows["completion"][:] = NASTY
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
-    record.reward_names = [NASTY, "b"]
-    writer = TelemetryWriter(tmp_path / "nasty", completions="all", settings={NASTY: NASTY})
+    names = [NASTY, "b"]
+    writer = TelemetryWriter(tmp_path / "nasty", completions="all", settings={NASTY: NASTY}, reward_names=names)
     writer.record(record)
     writer.close()
     with serve(tmp_path / "nasty") as address:
