@@ -22,10 +22,7 @@ of when a run reaches plain GRPO's accuracy, by its seed. `exact` has plain GRPO
 GENERATION = 0.7  # share of plain GRPO's time that generation takes, where seconds are not known
 _WORTH = 0.9  # price from which a strategy is not worth the change
 _SIMULATIONS, _QUOTA = 6, 0.4  # of the gate; `selection_ratio` of `lze`
-_HALF, _MOST_LIVE = (
-    0.88,
-    0.9,
-)  # what a live group of half the size teaches, by kept runs; they have no higher live share
+_HALF, _MOST_LIVE = 0.88, 0.9  # what a live group of half the size teaches, by kept runs with fewer live groups
 
 
 @dataclass(frozen=True)
