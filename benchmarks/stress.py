@@ -23,7 +23,7 @@ from lze_trl.app.views import MOST_PROMPTS
 from lze_trl.record import Run
 from lze_trl.record.writer import TelemetryWriter
 
-from .synthetic import REWARDS, SyntheticTraining
+from .synthetic import SyntheticTraining
 
 
 _GROUPS_PER_BATCH = 1_000
@@ -44,7 +44,7 @@ def make(directory: str | Path, records: int, prompts: int):
     training = SyntheticTraining(
         num_prompts=prompts, groups_per_batch=_GROUPS_PER_BATCH, group_size=4, completions=False
     )
-    writer = TelemetryWriter(directory, completions="none", settings=training.settings, reward_names=REWARDS)
+    writer = TelemetryWriter(directory, training.meta)
     groups = 0
     for record in training.generations(records):
         writer.record(record)

@@ -8,13 +8,10 @@ import numpy as np
 
 from lze_trl.batch import Batch, Table
 from lze_trl.memory.state import PromptState, StateSettings
-from lze_trl.record import GenerationRecord, TelemetryWriter
+from lze_trl.record import GenerationRecord, Meta, TelemetryWriter
 from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.tables import prompt_columns, row_columns
 
-
-REWARDS = ["accuracy_reward", "format_reward"]
-"""Names of the reward functions."""
 
 _SUBJECTS = ("algebra", "geometry", "number theory", "counting", "probability")
 _TOKEN_COST = TokenCost(forward=2.0 * 1.6e6, train=6.0 * 1.6e6)
@@ -55,17 +52,18 @@ class SyntheticTraining:
         self._ledger = Ledger(logprob_passes=1)
 
     @property
-    def settings(self) -> dict:
-        """Settings as a trainer would give them."""
-        return {
+    def meta(self) -> Meta:
+        """What a trainer would say of the run."""
+        settings = {
             "selector": "energy" if self.selection_ratio < 1 else "all",
             "selection_ratio": self.selection_ratio,
             "pruning": "refill" if self.selection_ratio < 1 else "none",
             "num_generations": self.group_size,
-            "selector_kwargs": {"momentum_weight": 0.3},
+            "selector_kwargs.momentum_weight": 0.3,
             "seed": self.seed,
             "model_name_or_path": "synthetic",
         }
+        return Meta(settings, ["accuracy_reward", "format_reward"])
 
     def generations(self, count: int) -> Iterator[GenerationRecord]:
         """The next generation batches."""
@@ -170,8 +168,7 @@ def record_synthetic_run(
         generations (`int`): Number of generation batches.
         seconds_per_generation (`float`, *optional*, defaults to `0.0`): Time to wait between them.
     """
-    mode = "all" if training.completions else "none"
-    writer = TelemetryWriter(directory, mode, training.settings, reward_names=REWARDS)
+    writer = TelemetryWriter(directory, training.meta)
     for record in training.generations(generations):
         record.max_steps = generations
         writer.record(record)

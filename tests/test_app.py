@@ -20,7 +20,7 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.app import charts, views
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
-from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.curves import curve, energy_heat_map, logged_curves, outcome_name, reward_curves
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
@@ -50,9 +50,9 @@ def rows_of(html, table):
     return [[cell.text for cell in row] for row in tree.find("tbody")]
 
 
-def recorded(directory, *records, **options):
+def recorded(directory, *records, **facts):
     """A run of these records."""
-    writer = TelemetryWriter(directory, completions="all", **options)
+    writer = TelemetryWriter(directory, Meta(**facts))
     for record in records:
         writer.record(record)
     writer.close()
@@ -93,7 +93,7 @@ def test_settings_that_differ_are_those_of_the_experiment(tmp_path):
     common = {"learning_rate": 1e-6, "beta": 0.0}
     for name, changes in (("a", {"seed": 1}), ("b", {"seed": 2, "beta": 0.1, "epsilon": 0.3}), ("c", {"seed": 1})):
         settings = {**common, **changes, "output_dir": name, "save_steps": name, "logging_steps": name}
-        TelemetryWriter(tmp_path / name, settings=settings).close()
+        TelemetryWriter(tmp_path / name, Meta(settings)).close()
     table = views.differing_settings({name: open_run(tmp_path / name) for name in "abc"})
     shown = table.set_index("setting").T.to_dict("list")
     assert shown == {"beta": ["0.0", "0.1", "0.0"], "epsilon": ["–", "0.3", "–"], "seed": ["1", "2", "1"]}
@@ -115,7 +115,7 @@ def test_settings_that_differ_from_their_defaults_come_first(tmp_path):
         "seed": ["Training", 1],
         "run_name": ["Logs", None],
     }
-    TelemetryWriter(tmp_path, settings=settings, known=known | {"debug": ["Logs", ""]}).close()
+    TelemetryWriter(tmp_path, Meta(settings, known=known | {"debug": ["Logs", ""]})).close()
     html = views.settings(open_run(tmp_path))
     assert rows_of(html, "changed") == [["strategy", "gate", "exact", "What"], ["beta", "0.1", "0.0", "Training"]]
     every = {name: value for name, value, *_ in rows_of(html, "settings-all")}
@@ -254,7 +254,7 @@ def test_accuracy_means_held_out_accuracy(runs, tmp_path):
 
 
 def test_training_shows_what_the_trainer_logged(tmp_path):
-    writer = TelemetryWriter(tmp_path, settings={"pass_reward": "accuracy_reward"})
+    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "accuracy_reward"}))
     writer.record_step(0, {"eval_rewards/accuracy_reward/mean": 0.25})
     for record in SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(30):
         writer.record(record)

@@ -15,7 +15,7 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from hub import Handler, commit
 from lze_trl import hub, remote
 from lze_trl.checkpoint import STATE_NAME, save
-from lze_trl.record import MissingTelemetryError, TelemetryWriter
+from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter
 
 
 class WritableHandler(Handler):
@@ -211,6 +211,6 @@ def test_a_model_card_names_all_data_sets(tmp_path):
 def test_model_card_without_telemetry_stays_as_it_is(tmp_path, caplog):
     (tmp_path / "README.md").write_text("# Model card\n")
     hub.extend_model_card(tmp_path)
-    TelemetryWriter(tmp_path).close()
+    TelemetryWriter(tmp_path, Meta()).close()
     hub.extend_model_card(tmp_path)
     assert (tmp_path / "README.md").read_text() == "# Model card\n"

@@ -49,7 +49,7 @@ def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
     )
     trainer.train()
     run = open_run(tmp_path)
-    assert run.meta.completions == mode
+    assert run.meta.settings["telemetry_completions"] == mode
     rows = run.sql("SELECT * FROM completions")
     if mode == "sampled":  # one group drawn at random and the live ones, of which there are three at most
         recorded_groups = "EXISTS (FROM completions c WHERE c.generation = g.generation AND c.prompt_id = g.prompt_id)"

@@ -12,7 +12,7 @@ from lze_trl import LZEGRPOTrainer
 from lze_trl.app import charts, views
 from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
-from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.numbers import percent
 from test_telemetry import make_record, record_run
 
@@ -83,10 +83,10 @@ def test_prompts_by_their_state_at_the_first_visit_and_now(tmp_path):
 
 
 def test_report_of_one_batch_and_of_none(tmp_path):
-    TelemetryWriter(tmp_path / "none").close()
+    TelemetryWriter(tmp_path / "none", Meta()).close()
     with pytest.raises(MissingTelemetryError, match="first batch is not scored yet"):
         write_report(tmp_path / "none")
-    writer = TelemetryWriter(tmp_path / "<b>run", settings={"</table><script>": "<script>"})
+    writer = TelemetryWriter(tmp_path / "<b>run", Meta({"</table><script>": "<script>"}))
     writer.record(next(SyntheticTraining(num_prompts=8, groups_per_batch=8).generations(1)))
     writer.close()
     html = write_report(tmp_path / "<b>run").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining
 from lze_trl.record import (
     GenerationRecord,
+    Meta,
     MissingTelemetryError,
     TelemetryError,
     TelemetryWriter,
@@ -54,8 +55,7 @@ def make_record(
 
 
 def record_run(directory, records, **options):
-    names = ["accuracy_reward", "format_reward"]
-    writer = TelemetryWriter(directory, **{"completions": "all", "reward_names": names, **options})
+    writer = TelemetryWriter(directory, Meta({"seed": 3}, ["accuracy_reward", "format_reward"]), **options)
     for record in records:
         writer.record(record)
         writer.record_step(record.step, {"loss": record.generation / 10})
@@ -63,7 +63,7 @@ def record_run(directory, records, **options):
 
 
 def test_records_come_back_as_they_were(tmp_path):
-    record_run(tmp_path / "telemetry", [make_record(0)], settings={"seed": 3})
+    record_run(tmp_path / "telemetry", [make_record(0)])
     run = open_run(tmp_path)
     assert run.meta.settings == {"seed": 3}
     assert run.meta.reward_names == ["accuracy_reward", "format_reward"]
@@ -181,7 +181,7 @@ def test_status_of_a_run(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "time", lambda: clock[0])
     monkeypatch.setattr(telemetry_writer, "RENEWED_SECONDS", 0.05)
-    writer = TelemetryWriter(tmp_path, flush_seconds=0.01)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=0.01)
     for generation in range(3):
         clock[0] = 1000.0 + 30 * generation
         writer.record(make_record(generation, max_steps=10))
@@ -241,13 +241,13 @@ def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, resumed, ch
 
 def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
     training = SyntheticTraining(num_prompts=50, groups_per_batch=7, group_size=3)
-    writer = TelemetryWriter(tmp_path, completions="all", settings=training.settings)
+    writer = TelemetryWriter(tmp_path, training.meta)
     following = None
     for count, record in enumerate(training.generations(20)):
         if count == 10:
             # The run goes on from a checkpoint after its 8th batch
             writer.close()
-            writer = TelemetryWriter(tmp_path, settings=training.settings, resumed_generation=8)
+            writer = TelemetryWriter(tmp_path, training.meta, resumed_generation=8)
         writer.record(record if count < 10 else replace(record, generation=count - 2))
         writer.flush()
         following = following or open_run(tmp_path)
@@ -269,7 +269,7 @@ def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
 
 
 def test_a_long_run_writes_less_often(tmp_path, monkeypatch):
-    writer = TelemetryWriter(tmp_path, flush_seconds=0.01)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=0.01)
     writer.record(make_record(0))
     wait_for(lambda: list_parts(tmp_path / "telemetry" / "groups"))
     monkeypatch.setattr(telemetry_writer, "_PAUSE_SHARE", 1e4)
@@ -283,7 +283,7 @@ def test_a_long_run_writes_less_often(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("table", list(SQL_TYPES))
 def test_no_generation_is_seen_without_its_groups(tmp_path, monkeypatch, table):
-    writer = TelemetryWriter(tmp_path / "telemetry", completions="all")
+    writer = TelemetryWriter(tmp_path / "telemetry", Meta())
     writer.record(make_record(0))
     writer.flush()
     pending = [table]
@@ -306,7 +306,7 @@ def test_no_generation_is_seen_without_its_groups(tmp_path, monkeypatch, table):
 
 def test_a_resumed_run_drops_rows_that_share_a_file_with_earlier_ones(tmp_path):
     # As where the disk was full when a checkpoint asked for a flush
-    writer = TelemetryWriter(tmp_path, flush_seconds=60)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=60)
     for generation in range(4):
         writer.record(make_record(generation, ids=(generation, 11, 22)))
     writer.close()
@@ -368,7 +368,7 @@ def test_what_is_no_run_is_worded(tmp_path):
 
 
 def test_what_cannot_be_recorded_does_not_stop_the_rest(tmp_path, caplog):
-    writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=60)
+    writer = TelemetryWriter(tmp_path / "telemetry", Meta(), flush_seconds=60)
     # Written at once: the records around the bad one, and a prompt that it would have been the first to visit
     for record in (
         make_record(0),
@@ -397,7 +397,7 @@ def test_a_full_disk_delays_and_writes_nothing_twice(tmp_path, caplog, monkeypat
         write(part, rows)
 
     monkeypatch.setattr(telemetry_writer, "write_part", full_disk)
-    writer = TelemetryWriter(tmp_path, flush_seconds=60)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=60)
     for generation in range(6):
         writer.record(make_record(generation))
         writer.flush()

@@ -12,6 +12,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
+from .schema import Meta
 from .tables import GenerationRecord, plain_text
 from .writer import TelemetryWriter
 
@@ -90,14 +91,9 @@ class Recorder:
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
             topics, defaults = topics_of(type(self.args)), _flat(self.args.defaults())
             settings = _flat({name: value for name, value in self.args.to_dict().items() if name != "hub_token"})
-            self._writer = TelemetryWriter(
-                self.args.output_dir,
-                self.args.telemetry_completions,
-                settings | self.described,
-                resumed_generation=generation or None,
-                known={name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()},
-                reward_names=self.reward_names,
-            )
+            known = {name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()}
+            meta = Meta(settings | self.described, self.reward_names, known)
+            self._writer = TelemetryWriter(self.args.output_dir, meta, resumed_generation=generation or None)
         return self._writer
 
     def _with_text(

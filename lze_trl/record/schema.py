@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
+from ..version import __version__
 
 
 SCHEMA_VERSION = 3
@@ -62,12 +63,15 @@ class Meta:
     """Content of `meta.json`."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    completions: str = "none"  # which ones are recorded
     reward_names: list[str] = field(default_factory=list)  # in the order of the `rewards` columns
-    energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
-    schema_version: int = SCHEMA_VERSION
-    package_version: str = ""  # of the package that wrote the files
     known: dict[str, list[Any]] = field(default_factory=dict)  # topic and default of each setting that has them
+    schema_version: int = SCHEMA_VERSION
+    package_version: str = __version__  # of the package that wrote the files
+
+    @property
+    def energy_max(self) -> float:
+        """Upper end of the energy histogram, 1 + α."""
+        return 1.0 + float(self.settings.get("selector_kwargs.momentum_weight", 0.3))
 
     @property
     def reward_labels(self) -> list[str]:

@@ -36,14 +36,14 @@ class GenerationRecord:
         return len(self.prompts.get("prompt_id", ()))
 
 
-COLUMNS = {
+# Columns of a batch that are recorded by another name
+_PROMPT_COLUMNS = {
     "prompt_ids": "prompt_id",
     "sizes": "size",
     "pass_rates": "pass_rate",
     "first_pass_rates": "first_pass_rate",
     "energies": "energy",
 }
-"""Prompt columns of a batch that are recorded by another name."""
 _ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": "rewards"}
 # Other columns follow from these, or only serve the training
 _NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "chances", "confidence")
@@ -52,7 +52,7 @@ _NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "unfiltered", "prompt_tokens
 
 def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:
     """Prompt columns of a generation batch: its groups, and `more`, such as `selected` and `pruned`."""
-    own = {COLUMNS.get(name, name): v for name, v in vars(groups).items() if name not in _NO_PROMPT_COLUMNS}
+    own = {_PROMPT_COLUMNS.get(name, name): v for name, v in vars(groups).items() if name not in _NO_PROMPT_COLUMNS}
     return own | {"dead": ~groups.alive} | more
 
 

@@ -6,17 +6,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..files import write_atomically
-from ..version import __version__
 from .schema import DIRECTORY, RENEWED_SECONDS, SQL_TYPES, Meta, MissingTelemetryError, Status, TelemetryError
 from .tables import GenerationRecord, tables_of, to_table
 
@@ -49,27 +48,18 @@ class TelemetryWriter:
     changed. Failing writes are logged and tried again; they never stop the training.
 
     `resumed_generation` is the first generation batch that a resumed run records: rows of later batches, which a crashed run
-    left, are removed. Telemetry of another run that the folder holds is moved aside. `known` has topic and default of each setting,
-    `reward_names` are those of the F reward functions.
+    left, are removed. Telemetry of another run that the folder holds is moved aside.
     """
 
     def __init__(
         self,
         directory: str | Path,
-        completions: Literal["none", "sampled", "all"] = "sampled",
-        settings: dict[str, Any] | None = None,
+        meta: Meta,
         resumed_generation: int | None = None,
         flush_seconds: float = 0.75,
-        known: dict[str, list[Any]] | None = None,
-        reward_names: Sequence[str] = (),
     ):
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
-        settings = settings or {}
-        energy_max = 1.0 + float(settings.get("selector_kwargs.momentum_weight", 0.3))
-        meta = Meta(
-            settings, completions, list(reward_names), energy_max, package_version=__version__, known=known or {}
-        )
         try:
             if resumed_generation is None:
                 raise MissingTelemetryError
@@ -80,7 +70,7 @@ class TelemetryWriter:
         self._known = _recorded_prompts(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         meta.write(self.directory)
-        self._energy_max = energy_max
+        self._energy_max = meta.energy_max
         before = Status.read(self.directory)
         self._status = Status("running", max_steps=before.max_steps, advice=before.advice)
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch

@@ -18,7 +18,7 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app.charts import METRICS
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
-from lze_trl.record import TelemetryWriter, open_run
+from lze_trl.record import Meta, TelemetryWriter, open_run
 from lze_trl.record.curves import curve
 from lze_trl.record.ledger import PLAIN, against_plain
 from lze_trl.record.schema import STATUS_FILE
@@ -133,7 +133,7 @@ def test_overview_agrees_with_the_files(page, address, runs):
 
 def test_page_follows_a_run(page, tmp_path):
     training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
-    writer = TelemetryWriter(tmp_path / "live", completions="all", settings=training.settings)
+    writer = TelemetryWriter(tmp_path / "live", training.meta)
     records = training.generations(10_000)
     writer.record(next(records))
     writer.flush()
@@ -318,8 +318,7 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     record.prompts["text"][:] = NASTY
     record.rows["completion"][:] = NASTY
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
-    names = [NASTY, "b"]
-    writer = TelemetryWriter(tmp_path / "nasty", completions="all", settings={NASTY: NASTY}, reward_names=names)
+    writer = TelemetryWriter(tmp_path / "nasty", Meta({NASTY: NASTY}, [NASTY, "b"]))
     writer.record(record)
     writer.close()
     with serve(tmp_path / "nasty") as address:
