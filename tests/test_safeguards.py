@@ -25,16 +25,12 @@ from lze_trl.rewards import MajorityReward
 ERROR = 0.03
 
 
-def batch(history, share, concentration, groups=16):
-    history.add_batch({"majority/winner_share": share, "majority/concentration": concentration}, groups)
-
-
 def history_of(shares, concentrations, accuracies, every=5):
     """A history with a probe every so many batches, the first before all of them; and the batch of the first reason to stop."""
     history, stopped = VoteHistory(), None
     history.add_probe(0, accuracies[0], ERROR)
     for step, (share, concentration) in enumerate(zip(shares, concentrations, strict=True), start=1):
-        batch(history, share, concentration)
+        history.add_batch({"majority/winner_share": share, "majority/concentration": concentration}, groups=16)
         if step % every == 0:
             history.add_probe(step, accuracies[step // every], ERROR)
         if stopped is None and history.reason():
@@ -130,13 +126,8 @@ def test_two_processes_stop_as_one(tmp_path):
 @pytest.fixture
 def job(tmp_path):
     """Write a recipe for a tiny model and return its path; keywords override its keys."""
-    own = tiny.job(tmp_path, train=12, probe=48) | {
-        "max_steps": 8,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "probe_datasets": [str(tmp_path / "probe.jsonl")],
-        "probe_every": 3,
-    }
+    own = {"max_steps": 8, "learning_rate": 1e-2, "save_strategy": "no", "probe_every": 3}
+    own |= tiny.job(tmp_path, train=12, probe=48) | {"probe_datasets": [str(tmp_path / "probe.jsonl")]}
     return lambda **keys: tiny.recipe(tmp_path, **own | keys)
 
 

@@ -6,7 +6,6 @@ from html import unescape
 import pytest
 
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.app import views
 from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
@@ -30,13 +29,13 @@ def short_prompts_solved(prompts, completions, **kwargs):
 
 CASES = {
     # With a reference model, so that log-probabilities take part
-    "refill": {"beta": 0.1, "planner_kwargs": {"streak": 1}, "reward": short_prompts_solved, "max_steps": 8},
+    "refill": {"beta": 0.1, "planner_kwargs": {"streak": 1}, "reward_funcs": short_prompts_solved, "max_steps": 8},
     # All prompts are solved after one update, so that pruning leaves nothing of the last batches
     "skip": {
         "pruning": "skip",
         "planner_kwargs": {"streak": 1, "replay_ratio": 0.2},
-        "dataset": 6,
-        "reward": solved_after_a_step,
+        "dataset": tiny.prompts(6),
+        "reward_funcs": solved_after_a_step,
         "max_steps": 6,
     },
     "reinforce_ada": {
@@ -46,16 +45,9 @@ CASES = {
 }
 
 
-def train(directory, dataset=11, reward=tiny.even_length_reward, **settings):
-    trainer = LZEGRPOTrainer(
-        model=tiny.save(directory.parent / "model"),  # a reference model is loaded from where the model was
-        reward_funcs=reward,
-        args=tiny.config(directory, telemetry=True, logging_steps=2, **settings),
-        train_dataset=tiny.prompts(dataset),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    return trainer
+def train(directory, **settings):
+    saved = {"model": tiny.save(directory.parent / "model")}  # a reference model is loaded from where the model was
+    return tiny.run(directory, trainer=saved, telemetry=True, logging_steps=2, **settings)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -133,7 +125,7 @@ def test_the_batches_are_those_of_plain_grpo(case):
 
 def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys):
     directory = tmp_path / "run"
-    trainer = train(directory, reward=all_solved, strategy="exact", max_steps=6, summary=True)
+    trainer = train(directory, reward_funcs=all_solved, strategy="exact", max_steps=6, summary=True)
     summary = capsys.readouterr().out
     report = plain_text(write_report(directory).read_text(encoding="utf-8"))
     run = open_run(directory)

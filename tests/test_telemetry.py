@@ -15,14 +15,7 @@ import pytest
 import samples
 from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining
-from lze_trl.record import (
-    GenerationRecord,
-    Meta,
-    MissingTelemetryError,
-    TelemetryError,
-    TelemetryWriter,
-    open_run,
-)
+from lze_trl.record import GenerationRecord, Meta, MissingTelemetryError, TelemetryError, TelemetryWriter, open_run
 from lze_trl.record import reader as telemetry_reader
 from lze_trl.record import writer as telemetry_writer
 from lze_trl.record.schema import SCHEMA_VERSION, SQL_TYPES, STATUS_FILE, Status
@@ -118,16 +111,8 @@ def test_states_of_prompts(tmp_path):
     record_run(tmp_path / "telemetry", records)
     run = open_run(tmp_path)
     prompts = run.prompts().set_index("prompt_id")
-    known = {
-        11: "forgotten",
-        -22: "pruned",
-        33: "solved",
-        44: "unscored",
-        55: "unscored",
-        66: "solved",
-        77: "frontier",
-    }
-    assert prompts.state.to_dict() == known
+    known = {11: "forgotten", -22: "pruned", 33: "solved", 44: "unscored", 55: "unscored", 66: "solved"}
+    assert prompts.state.to_dict() == known | {77: "frontier"}
     assert np.isnan(prompts.pass_rate[55]) and np.isnan(prompts.reward_mean[55])  # nothing of the visit before
     assert run.prompt_counts()["forgotten"] == 1
 
@@ -135,7 +120,8 @@ def test_states_of_prompts(tmp_path):
 def test_prompts_are_found_filtered_and_sorted(tmp_path):
     outcomes = [(1, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0)]
     prompts = ["a <b>50%_</b> sum", "A product", "100% sure"]
-    record_run(tmp_path / "telemetry", [make_record(0, outcomes, text=prompts)])
+    facts = [{"subject": "géométrie"}, {"solution": r"\frac{1}{2}"}, {"level": 3}]
+    record_run(tmp_path / "telemetry", [make_record(0, outcomes, text=prompts, columns=facts)])
     run = open_run(tmp_path)
     assert run.prompts(state="frontier").energy.tolist() == sorted(run.prompts().energy, reverse=True)[:2]
     assert run.prompts(limit=2).prompt_id.tolist() == run.prompts().prompt_id.tolist()[:2]
@@ -144,6 +130,8 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     assert run.prompts(search="50%_").prompt_id.tolist() == [11]
     assert run.prompts(search="%").shape[0] == 2
     assert run.prompts(search="-22").prompt_id.tolist() == [-22]
+    for search in ("GÉOMÉTRIE", r"\frac{1}{2}", '"level": 3'):  # columns as they read
+        assert len(run.prompts(search=search)) == 1, search
     assert run.prompt_counts("'; DROP TABLE groups; --")["frontier"] == 0
     assert run.prompts(prompt_id=-22).text.tolist() == ["A product"]
     assert run.prompts(prompt_id=7).empty
@@ -153,13 +141,6 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
         run.sql(f"SELECT * FROM '{secret}'")
     with pytest.raises(ValueError, match="`state` must be one of"):
         run.prompts(state="alive")
-
-
-def test_columns_are_searched_as_they_read(tmp_path):
-    facts = [{"subject": "géométrie"}, {"solution": r"\frac{1}{2}"}, {"level": 3}]
-    record_run(tmp_path, [make_record(0, columns=facts)])
-    for search in ("GÉOMÉTRIE", r"\frac{1}{2}", '"level": 3'):
-        assert len(open_run(tmp_path).prompts(search=search)) == 1, search
 
 
 def test_resumed_run_hides_what_the_crash_lost(tmp_path):
@@ -224,10 +205,7 @@ def cut(pattern, size):
     return change
 
 
-@pytest.mark.parametrize(
-    ("resumed", "change"),
-    [(None, None), (0, set_meta(schema_version=1))],
-)
+@pytest.mark.parametrize(("resumed", "change"), [(None, None), (0, set_meta(schema_version=1))])
 def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, resumed, change):
     record_run(tmp_path, [make_record(i) for i in range(3)])
     if change:
@@ -254,9 +232,8 @@ def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
         following.refresh()
         following.prompt_counts()
     writer.close()
-    (tmp_path / "telemetry" / "groups" / ".00000002-3.parquet.1.tmp").write_bytes(
-        b"PAR1"
-    )  # as a killed write leaves it
+    # As a killed write leaves it
+    (tmp_path / "telemetry" / "groups" / ".00000002-3.parquet.1.tmp").write_bytes(b"PAR1")
     assert len(following.groups().generation.unique()) == 18
     assert len(list_parts(tmp_path / "telemetry" / "groups")) == 18  # one a flush
     states, groups = "SELECT * FROM prompt_states ORDER BY prompt_id", following.groups()
@@ -357,9 +334,6 @@ def test_damage_is_worded(tmp_path, damage, error, message):
     damage(tmp_path / "telemetry")
     with pytest.raises(error, match=message):
         open_run(tmp_path).groups()
-
-
-def test_what_is_no_run_is_worded(tmp_path):
     with pytest.raises(MissingTelemetryError, match="There is no run at"):
         open_run(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
@@ -370,12 +344,9 @@ def test_what_is_no_run_is_worded(tmp_path):
 def test_what_cannot_be_recorded_does_not_stop_the_rest(tmp_path, caplog):
     writer = TelemetryWriter(tmp_path / "telemetry", Meta(), flush_seconds=60)
     # Written at once: the records around the bad one, and a prompt that it would have been the first to visit
-    for record in (
-        make_record(0),
-        make_record(1, ids=(11, 44, 55), text=["too few"]),
-        make_record(2, ids=(11, 44, 66)),
-    ):
-        writer.record(record)
+    writer.record(make_record(0))
+    writer.record(make_record(1, ids=(11, 44, 55), text=["too few"]))
+    writer.record(make_record(2, ids=(11, 44, 66)))
     writer.record_step(4, {"loss": 0.5, 7: 1.0})
     writer.record_step(5, {"loss": 0.25})
     writer.close()
