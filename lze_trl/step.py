@@ -18,9 +18,8 @@ from .plan.passes import Passes, Plan, PromptSource
 from .record.advice import Advice
 from .record.causes import causes
 from .record.ledger import Ledger
-from .record.metrics import batch_metrics
 from .record.recorder import Recorder
-from .record.tables import prompt_columns, row_columns
+from .record.tables import batch_metrics, prompt_columns, row_columns
 from .rollout.controllers import RolloutController, ask_keep
 from .rollout.rounds import Pending, Rounds
 from .seeding import keyed_rng
@@ -261,7 +260,8 @@ class GenerationStep:
 
     def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
         groups = drawn.prompts
-        metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.metrics()
+        metrics = batch_metrics(groups, chosen) | self.state.metrics() | self.passes.metrics()
+        metrics["pass"] = plan.pass_index
         if (sample := drawn.facts.get("uniform")) is not None:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]

@@ -1,4 +1,4 @@
-"""From a generation batch to the rows of every table."""
+"""From a generation batch to its metrics, and to the rows of every table."""
 
 import json
 from dataclasses import dataclass, field
@@ -59,6 +59,22 @@ def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:
 def row_columns(batch: Batch) -> dict[str, np.ndarray]:
     """Row columns of a generation batch."""
     return {_ROW_COLUMNS.get(name, name): v for name, v in vars(batch.rows).items() if name not in _NO_ROW_COLUMNS}
+
+
+def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
+    """Metrics of the groups of a generation batch, and of those `chosen`, bool of shape `(P,)`, for the log."""
+    return {
+        "pass_rate": _mean(groups.pass_rates),
+        "energy": groups.energies.mean(),
+        "groups": len(groups),
+        "group_size": groups.sizes.mean(),
+        "selected_share": chosen.mean(),
+        "dead_share": (~groups.alive).mean(),
+        "solved_share": groups.solved.mean(),
+        "replayed_share": groups.replayed.mean(),
+        "forgotten": groups.forgotten.sum(),
+        **({"selected_pass_rate": _mean(groups.pass_rates[chosen])} if chosen.any() else {}),
+    }
 
 
 def tables_of(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
