@@ -252,17 +252,11 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
     if frame.empty:
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
-    facts = {
-        **(json.loads(row["columns"]) if isinstance(row["columns"], str) else {}),
-        "visits": row["visits"],
-        "trained on": row["times_selected"],
-        "re-checks": row["rechecks"],
-        "difficulty D": number(row["difficulty"]),
-        "uncertainty u": number(row["uncertainty"]),
-        "momentum m": number(row["momentum"]),
-        "energy": number(row["energy"]),
-        "prompt id": prompt_id,
-    }
+    facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
+    facts |= {"visits": row["visits"], "trained on": row["times_selected"], "re-checks": row["rechecks"]}
+    for name in ("difficulty D", "uncertainty u", "momentum m", "energy"):
+        facts[name] = number(row[name.split()[0]])
+    facts["prompt id"] = prompt_id
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
     return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts)
 

@@ -48,6 +48,14 @@ _ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": 
 # Other columns follow from these, or only serve the training
 _NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "chances", "confidence")
 _NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "unfiltered", "prompt_tokens", "owner", "place", "shuffled")
+# Of a batch of which pruning has left nothing
+_NO_COUNTS: dict[str, Any] = {
+    "rows": 0,
+    "selected": 0,
+    "dead": 0,
+    "replayed": 0,
+    "energy_histogram": [0] * NUM_ENERGY_BINS,
+}
 
 
 def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:
@@ -83,10 +91,11 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
     ledger = pa.array([list(record.ledger.items())], pa.map_(pa.string(), pa.float64()))
+    summary |= _counts(prompts, rows, energy_max) if len(record) else _NO_COUNTS
+    generations = to_table({name: [value] for name, value in summary.items()})
+    tables = {"generations": generations.append_column("ledger", ledger)}
     if not len(record):
-        zeros: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "replayed"), 0)
-        counts = zeros | {"energy_histogram": [0] * NUM_ENERGY_BINS}
-        return {"generations": _one_row(summary | counts).append_column("ledger", ledger)}
+        return tables
     group, count = rows["group"], len(record)
     derived = {
         "position": np.arange(count),  # selectors see the groups in this order
@@ -95,10 +104,7 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
         "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count),
     }
     own = {name: values for name, values in prompts.items() if name not in ("text", "columns", "images")}
-    tables = {
-        "groups": to_table(facts | own | derived),
-        "generations": _one_row(summary | _counts(prompts, rows, energy_max)).append_column("ledger", ledger),
-    }
+    tables["groups"] = to_table(facts | own | derived)
     new = np.array([id not in known for id in prompts["prompt_id"].tolist()])
     if new.any():
         tables["prompts"] = to_table(
@@ -131,10 +137,6 @@ def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], energy_
         "energy_mean": _mean(prompts["energy"]),
         "energy_histogram": np.histogram(energies, bins=NUM_ENERGY_BINS, range=(0.0, energy_max))[0],
     }
-
-
-def _one_row(row: dict[str, Any]) -> pa.Table:
-    return to_table({name: [value] for name, value in row.items()})
 
 
 def to_table(columns: dict[str, Any]) -> pa.Table:
