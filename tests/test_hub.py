@@ -111,36 +111,13 @@ def run_against(server, directory: Path, *arguments: str, timeout: float = 240) 
 PUSHING_RUN = """
 import sys
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.app.runs import RunBook
 
-trainer = LZEGRPOTrainer(
-    model=tiny.model(),
-    reward_funcs=tiny.even_length_reward,
-    args=tiny.config(
-        sys.argv[1],
-        telemetry=True,
-        push_to_hub=True,
-        hub_model_id="me/model",
-        hub_telemetry_id="me/model-run",
-        hub_token="hf_secret",
-        hub_private_repo=True,
-        hub_strategy="every_save",
-        save_strategy="steps",
-    ),
-    train_dataset=tiny.prompts(11),
-    processing_class=tiny.tokenizer(),
-)
-trainer.train()
+repos = {"hub_model_id": "me/model", "hub_telemetry_id": "me/model-run", "hub_token": "hf_secret"}
+pushes = {"push_to_hub": True, "hub_private_repo": True, "hub_strategy": "every_save", "save_strategy": "steps"}
+trainer = tiny.run(sys.argv[1], telemetry=True, **repos, **pushes)
 trainer.push_to_hub()
-second = LZEGRPOTrainer(
-    model=tiny.model(),
-    reward_funcs=tiny.even_length_reward,
-    args=tiny.config(sys.argv[1] + "/second", state_from="me/model-run", max_steps=1),
-    train_dataset=tiny.prompts(11),
-    processing_class=tiny.tokenizer(),
-)
-second.train()
+second = tiny.run(sys.argv[1] + "/second", state_from="me/model-run", max_steps=1)
 print(RunBook(["me/model-run"]).open("model-run").summary()["generations"])
 print(int(trainer.prompt_state["visits"].sum()), int(second.prompt_state["visits"].sum()))
 """

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import samples
 import tiny
 from lze_trl.batch import Batch
 from lze_trl.record.ledger import (
@@ -47,17 +48,9 @@ COST = TokenCost(forward=2.0, train=6.0)
 
 def rollouts_of(lengths: list[list[int]]) -> Batch:
     """Groups of completions of these lengths, and prompts of 10 tokens; the first completion of each group fails."""
-    sizes = [len(group) for group in lengths]
-    flat = np.concatenate([np.array(group) for group in lengths])
-    outcomes = np.concatenate([np.arange(size) > 0 for size in sizes]).astype(float)
-    return Batch.of(
-        prompt_ids=np.arange(len(lengths)),
-        group=np.repeat(np.arange(len(lengths)), sizes),
-        outcomes=outcomes,
-        rewards=outcomes,
-        prompt_tokens=np.full(len(flat), 10),
-        completion_tokens=flat,
-    )
+    drawn = samples.rollouts({i: [0.0] + [1.0] * len(own[1:]) for i, own in enumerate(lengths)})
+    tokens = np.concatenate(lengths)
+    return drawn.with_rows(prompt_tokens=np.full(len(tokens), 10), completion_tokens=tokens)
 
 
 def ledger_of(

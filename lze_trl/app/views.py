@@ -66,8 +66,8 @@ def tiles(run: Run) -> Markup:
 def costs(run: Run) -> Markup:
     """Costs of the run against plain GRPO, and its evaluations."""
     totals, names = run.summary()["ledger"], ["work", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio"]
-    rows = [[w.name, w.tokens, w.seconds, w.flops, w.plain_flops, w.times] for w in against_plain(totals)]
-    works = pd.DataFrame(rows, columns=names)
+    compared = [[w.name, w.tokens, w.seconds, w.flops, w.plain_flops, w.times] for w in against_plain(totals)]
+    works = pd.DataFrame(compared, columns=names)
     works.loc[works["work"] == "total", "tokens"] = np.nan  # one token is rolled out and trained on
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
     evaluations = pd.DataFrame(rows, columns=heading)
