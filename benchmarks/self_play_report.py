@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lze_trl.record.safeguards import VoteHistory
+from lze_trl.evaluation.votes import VoteHistory
 
 from .sampling import spread
 from .tables import table

@@ -44,7 +44,7 @@ def make(directory: str | Path, records: int, prompts: int):
     training = SyntheticTraining(
         num_prompts=prompts, groups_per_batch=_GROUPS_PER_BATCH, group_size=4, completions=False
     )
-    writer = TelemetryWriter(directory, completions="none", settings=training.settings)
+    writer = TelemetryWriter(directory, training.meta)
     groups = 0
     for record in training.generations(records):
         writer.record(record)

@@ -8,8 +8,8 @@ import numpy as np
 
 from lze_trl.batch import Batch, Table
 from lze_trl.memory.state import PromptState
-from lze_trl.record import GenerationRecord, TelemetryWriter
-from lze_trl.record.ledger import Ledger, TokenCost, account
+from lze_trl.record import GenerationRecord, Meta, TelemetryWriter
+from lze_trl.record.ledger import Ledger, TokenCost
 from lze_trl.record.tables import prompt_columns, row_columns
 
 
@@ -52,17 +52,18 @@ class SyntheticTraining:
         self._ledger = Ledger(logprob_passes=1)
 
     @property
-    def settings(self) -> dict:
-        """Settings as a trainer would give them."""
-        return {
+    def meta(self) -> Meta:
+        """What a trainer would say of the run."""
+        settings = {
             "selector": "energy" if self.selection_ratio < 1 else "all",
             "selection_ratio": self.selection_ratio,
             "pruning": "refill" if self.selection_ratio < 1 else "none",
             "num_generations": self.group_size,
-            "selector_kwargs": {"momentum_weight": 0.3},
+            "selector_kwargs.momentum_weight": 0.3,
             "seed": self.seed,
             "model_name_or_path": "synthetic",
         }
+        return Meta(settings, ["accuracy_reward", "format_reward"])
 
     def generations(self, count: int) -> Iterator[GenerationRecord]:
         """The next generation batches."""
@@ -105,7 +106,7 @@ class SyntheticTraining:
         groups = self._state.visit(rollouts)
         selected = self._select(groups)
         self._skill += 0.02 * selected.sum() / max(num_groups * 0.4, 1) + self._rng.normal(0.0, 0.04)
-        self._account(rollouts, groups, selected)
+        self._account(rollouts, selected)
         pruned = self._state.pruned(rollouts.prompt_ids)
         rows = row_columns(rollouts.with_rows(rewards_per_func=rewards, loss_tokens=rollouts.completion_tokens))
         texts = [_completion_text(prompts[g], passed[row]) for row, g in enumerate(group)]
@@ -123,7 +124,6 @@ class SyntheticTraining:
                 columns=np.array(facts, dtype=object),
             ),
             rows=rows | {"completion": np.array(texts if self.completions else [None] * len(texts), dtype=object)},
-            reward_names=["accuracy_reward", "format_reward"],
             ledger=self._ledger.summary(_TOKEN_COST),
         )
 
@@ -137,10 +137,10 @@ class SyntheticTraining:
         selected[ranked] = True
         return selected
 
-    def _account(self, rollouts: Batch, groups: Table, selected: np.ndarray):
+    def _account(self, rollouts: Batch, selected: np.ndarray):
         ledger, chosen = self._ledger, np.flatnonzero(selected[rollouts.group])
         before = ledger.update_tokens
-        account(ledger, rollouts, groups, chosen, rollouts.num_rows, logprob_passes=1)
+        ledger.add(rollouts.num_rows, rollouts, chosen)
         ledger.rollout_seconds += 2e-5 * float((rollouts.prompt_tokens + rollouts.completion_tokens).sum())
         ledger.update_seconds += 4e-5 * (ledger.update_tokens - before)
 
@@ -168,9 +168,7 @@ def record_synthetic_run(
         generations (`int`): Number of generation batches.
         seconds_per_generation (`float`, *optional*, defaults to `0.0`): Time to wait between them.
     """
-    writer = TelemetryWriter(
-        directory, completions="all" if training.completions else "none", settings=training.settings
-    )
+    writer = TelemetryWriter(directory, training.meta)
     for record in training.generations(generations):
         record.max_steps = generations
         writer.record(record)

@@ -17,11 +17,9 @@ from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.advice import Advice
 from .record.causes import causes
-from .record.ledger import Ledger, account
-from .record.metrics import batch_metrics
+from .record.ledger import Ledger
 from .record.recorder import Recorder
-from .record.safeguards import VoteHistory
-from .record.tables import prompt_columns, row_columns
+from .record.tables import batch_metrics, prompt_columns, row_columns
 from .rollout.controllers import RolloutController, ask_keep
 from .rollout.rounds import Pending, Rounds
 from .seeding import keyed_rng
@@ -53,7 +51,7 @@ class GenerationStep:
         self.micro_step = 0  # calls of `training_step` so far
         self.batch: Any = None  # the last `Batch`, as it is trained on
         self.window = Window()  # the optimizer step under way
-        self.votes = VoteHistory()
+        self.histories: dict[str, Any] = {}  # of callbacks, by their name in a checkpoint: told of every batch
         self.advice = Advice(self.args, self.recorder.reward_names)
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
@@ -170,7 +168,7 @@ class GenerationStep:
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
-            account(self.ledger, drawn, drawn.prompts, rows, self.args.generation_batch_size, engine.logprob_passes)
+            self.ledger.add(self.args.generation_batch_size, drawn, rows)
             self._log(pending.plan, drawn, chosen, batch, engine)
             self._record(pending.plan, engine, drawn, chosen)
         return batch
@@ -183,7 +181,8 @@ class GenerationStep:
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
         known = self.args.self_play["label_confidence"] == "share" and "confidence" in drawn.prompts
         groups = self.state.visit(drawn, chances, drawn.prompts.confidence if known else None)
-        self.votes.add_batch(drawn.facts.get("logged", {}), len(groups))
+        for history in self.histories.values():
+            history.add_batch(drawn.facts.get("logged", {}), len(groups))
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
@@ -242,13 +241,14 @@ class GenerationStep:
 
     def _nothing(self, plan: Plan, engine: Engine) -> Batch:
         """A batch of which pruning, or the controller, has left nothing."""
-        self.ledger.add_plain(self.args.generation_batch_size, row_tokens=None)
+        self.ledger.add(self.args.generation_batch_size)
         self._record(plan, engine)
         return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 
     def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
         groups = drawn.prompts
-        metrics = batch_metrics(groups, chosen, self.state, plan.pass_index) | self.passes.planner.metrics()
+        metrics = batch_metrics(groups, chosen) | self.state.metrics() | self.passes.planner.metrics()
+        metrics["pass"] = plan.pass_index
         if (sample := drawn.facts.get("uniform")) is not None:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
@@ -299,8 +299,8 @@ class GenerationStep:
             "guard": self.rounds.guard,
             "passes": self.passes.stream,
             "advice": self.advice,
-            "votes": self.votes,
             "ledger": self.ledger,
+            **self.histories,
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
-from .record.safeguards import VoteHistory
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
 from .rollout.guard import RewardError, RewardNotes, checked
@@ -250,11 +249,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             args=args,
             accelerator=self.accelerator,
         )
-
-    @property
-    def vote_history(self) -> VoteHistory:
-        """What was seen so far of votes and of a probe set."""
-        return self.generation_step.votes
 
     @property
     def group_rewards(self) -> dict[int, GroupReward]:

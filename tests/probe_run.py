@@ -54,7 +54,7 @@ def main(directory: Path, world: int):
     """Train the constant policy, and leave how far each process came and what it knows."""
     trainer = make(directory, world=world)
     trainer.train()
-    history = trainer.vote_history
+    history = trainer.generation_step.histories["votes"]
     found = {
         "step": trainer.state.global_step,
         "best": history.best,

@@ -87,8 +87,7 @@ def record_of(rollouts: Batch, groups: Table, generation: int = 0, rewards=None,
     prompts = prompt_columns(groups, **unselected) | texts
     for columns in (prompts, rows):
         columns |= {name: np.array(changes.pop(name)) for name in columns.keys() & changes.keys()}
-    fields = {"step": generation, "reward_names": ["reward"]}
-    return GenerationRecord(generation, prompts=prompts, rows=rows, **(fields | changes))
+    return GenerationRecord(generation, prompts=prompts, rows=rows, **({"step": generation} | changes))
 
 
 def outcome_groups(values=(0.0, 1.0, NAN), max_groups: int = 7) -> st.SearchStrategy[list[list[float]]]:

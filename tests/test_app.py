@@ -16,11 +16,10 @@ import yaml
 
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl import LZEGRPOTrainer
 from lze_trl.app import charts, views
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
-from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.curves import curve, energy_heat_map, logged_curves, outcome_name, reward_curves
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
@@ -50,9 +49,9 @@ def rows_of(html, table):
     return [[cell.text for cell in row] for row in tree.find("tbody")]
 
 
-def recorded(directory, *records, **settings):
+def recorded(directory, *records, **facts):
     """A run of these records."""
-    writer = TelemetryWriter(directory, completions="all", settings=settings)
+    writer = TelemetryWriter(directory, Meta(**facts))
     for record in records:
         writer.record(record)
     writer.close()
@@ -93,7 +92,7 @@ def test_settings_that_differ_are_those_of_the_experiment(tmp_path):
     common = {"learning_rate": 1e-6, "beta": 0.0}
     for name, changes in (("a", {"seed": 1}), ("b", {"seed": 2, "beta": 0.1, "epsilon": 0.3}), ("c", {"seed": 1})):
         settings = {**common, **changes, "output_dir": name, "save_steps": name, "logging_steps": name}
-        TelemetryWriter(tmp_path / name, settings=settings).close()
+        TelemetryWriter(tmp_path / name, Meta(settings)).close()
     table = views.differing_settings({name: open_run(tmp_path / name) for name in "abc"})
     shown = table.set_index("setting").T.to_dict("list")
     assert shown == {"beta": ["0.0", "0.1", "0.0"], "epsilon": ["–", "0.3", "–"], "seed": ["1", "2", "1"]}
@@ -115,7 +114,7 @@ def test_settings_that_differ_from_their_defaults_come_first(tmp_path):
         "seed": ["Training", 1],
         "run_name": ["Logs", None],
     }
-    TelemetryWriter(tmp_path, settings=settings, known=known | {"debug": ["Logs", ""]}).close()
+    TelemetryWriter(tmp_path, Meta(settings, known=known | {"debug": ["Logs", ""]})).close()
     html = views.settings(open_run(tmp_path))
     assert rows_of(html, "changed") == [["strategy", "gate", "exact", "What"], ["beta", "0.1", "0.0", "Training"]]
     every = {name: value for name, value, *_ in rows_of(html, "settings-all")}
@@ -125,19 +124,13 @@ def test_settings_that_differ_from_their_defaults_come_first(tmp_path):
 
 
 def test_a_run_knows_topics_and_defaults_of_its_settings(tmp_path):
-    args = tiny.config(tmp_path, telemetry=True, strategy="lze", selector_kwargs={"momentum_weight": 0.5}, max_steps=1)
-    LZEGRPOTrainer(tiny.model(), tiny.digit_reward, args, tiny.prompts(3), processing_class=tiny.tokenizer()).train()
+    tiny.run(tmp_path, telemetry=True, strategy="lze", selector_kwargs={"momentum_weight": 0.5}, max_steps=1)
     meta = open_run(tmp_path).meta
     changed = {name for name, (_, default) in meta.known.items() if meta.settings.get(name, default) != default}
     assert {"strategy", "selector_kwargs.momentum_weight", "max_steps"} <= changed
     # What follows from the strategy, or is left as it is, has not changed
-    assert not changed & {
-        "selector",
-        "selection_ratio",
-        "selector_kwargs.ema_decay",
-        "planner_kwargs.streak",
-        "epsilon",
-    }
+    unchanged = {"selector", "selection_ratio", "selector_kwargs.ema_decay", "planner_kwargs.streak", "epsilon"}
+    assert not changed & unchanged
     topics = {name: topic for name, (topic, _) in meta.known.items()}
     assert topics["selector_kwargs.momentum_weight"] == topics["selector"] == "Which groups are trained on"
     assert (topics["learning_rate"], topics["temperature"]) == ("Learning Rate & Scheduler", "Generation")
@@ -197,7 +190,7 @@ def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     assert texts == {escape(text) for name, text in MEANINGS.items() if name not in only_elsewhere}
 
 
-def test_curves_are_means_of_the_generations(runs):
+def test_curves_are_means_of_the_generations_and_shown_by_the_charts(runs):
     run = open_run(runs / "a")
     generations, points = run.generations(), curve(run)
     assert points.step.tolist() == (generations.step + 1).tolist()
@@ -206,22 +199,13 @@ def test_curves_are_means_of_the_generations(runs):
     halves = curve(run, bins=2)
     assert halves.generation.tolist() == [9, 19]
     assert halves.dead.iloc[0] == pytest.approx(generations.dead[:10].sum() / generations.groups[:10].sum())
-
-
-def test_charts_show_the_values_of_the_curves(runs):
-    run = open_run(runs / "a")
-    shown, points = shown_lines(charts.overview(run)), curve(run)
-    assert list(shown) == [
-        "Pass rate",
-        "Held-out accuracy",
-        "Reward",
-        "Energy of the groups (below 0: dead)",
-        "Shares",
-    ]
+    shown = shown_lines(charts.overview(run))
+    energy_title = "Energy of the groups (below 0: dead)"
+    assert list(shown) == ["Pass rate", "Held-out accuracy", "Reward", energy_title, "Shares"]
     line = shown["Pass rate"]["all rollouts"]
     assert (list(line.x), list(line.y)) == (points.step.tolist(), points.pass_rate.tolist())
     _, shares = energy_heat_map(run)
-    (energy,) = shown["Energy of the groups (below 0: dead)"].values()
+    (energy,) = shown[energy_title].values()
     assert np.array_equal(energy.z, 100 * shares.T)
     assert energy.y[0] < 0 < energy.y[1]
     assert energy.y[-1] < run.meta.energy_max < 2 * energy.y[-1] - energy.y[-2]
@@ -229,9 +213,8 @@ def test_charts_show_the_values_of_the_curves(runs):
 
 def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
-    record.reward_names = ["step", "reward", "reward"]
     record.rows["rewards"] = np.tile([0.0, 0.25, 0.5], (len(record.rows["group"]), 1))
-    run = recorded(tmp_path, record)
+    run = recorded(tmp_path, record, reward_names=["step", "reward", "reward"])
     means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5}
     assert reward_curves(run).iloc[0].to_dict() == means
     shown = shown_lines(charts.overview(run))["Reward"]
@@ -255,7 +238,7 @@ def test_accuracy_means_held_out_accuracy(runs, tmp_path):
 
 
 def test_training_shows_what_the_trainer_logged(tmp_path):
-    writer = TelemetryWriter(tmp_path, settings={"pass_reward": "accuracy_reward"})
+    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "accuracy_reward"}))
     writer.record_step(0, {"eval_rewards/accuracy_reward/mean": 0.25})
     for record in SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(30):
         writer.record(record)
@@ -290,29 +273,19 @@ def test_text_of_a_run_is_escaped(tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=4).generations(1))
     record.prompts["text"][:] = record.rows["completion"][:] = NASTY
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
-    record.reward_names = [NASTY, "b"]
-    run = recorded(tmp_path / NASTY.replace("/", ""), record, **{NASTY: NASTY})
+    run = recorded(tmp_path / NASTY.replace("/", ""), record, settings={NASTY: NASTY}, reward_names=[NASTY, "b"])
     prompt = int(record.prompts["prompt_id"][0])
     detail = views.prompt_detail(run, prompt) + views.completions(run, prompt) + views.settings(run)
     assert detail.count(escape(NASTY)) >= 7 and "<script" not in detail and "<b>x" not in detail
-    figures = [
-        *charts.overview(run),
-        charts.prompts(run, run.prompts()),
-        charts.comparison({NASTY: run}, "step", "dead"),
-    ]
-    for figure in figures:
+    figures = [charts.prompts(run, run.prompts()), charts.comparison({NASTY: run}, "step", "dead")]
+    for figure in [*charts.overview(run), *figures]:
         assert "<script" not in str(figure) and "<b>" not in str(figure)
-    assert escape(NASTY) in figures[-2].data[0].text[0]
+    assert escape(NASTY) in figures[0].data[0].text[0]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        *((0.12345, "0.123"), (2e13, "20.0T"), (np.nan, "–"), (999.6, "1.00k"), (999_950, "1.00M")),
-    ],
-)
-def test_numbers_are_short(value, text):
-    assert number(value) == text
+def test_numbers_are_short():
+    values = 0.12345, 2e13, np.nan, 999.6, 999_950
+    assert [number(value) for value in values] == ["0.123", "20.0T", "–", "1.00k", "1.00M"]
 
 
 def test_space_is_the_same_app_without_what_trains():

@@ -6,24 +6,17 @@ import pytest
 from transformers import PrinterCallback, ProgressCallback
 
 import tiny
-from lze_trl import LZEGRPOTrainer
 
 
 def train(tmp_path, **settings):
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, **{"summary": True, "max_steps": 2, **settings}),
-        train_dataset=tiny.prompts(11),
-        eval_dataset=tiny.prompts(16).select(range(12, 16)),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    return trainer
+    held_out = {"eval_dataset": tiny.prompts(16).select(range(12, 16))}
+    return tiny.run(tmp_path, trainer=held_out, **{"summary": True, "max_steps": 2, **settings})
 
 
 def test_lines_summary_and_report_are_shown_by_default(tmp_path, capsys):
-    train(tmp_path, telemetry=True, disable_tqdm=None, eval_on_start=True, eval_strategy="steps", eval_steps=2)
+    trainer = train(
+        tmp_path, telemetry=True, disable_tqdm=None, eval_on_start=True, eval_strategy="steps", eval_steps=2
+    )
     shown, errors = capsys.readouterr()
     lines = shown.splitlines()
     assert [line.partition("reward")[0].split() for line in lines if line.startswith("step")] == [
@@ -38,6 +31,9 @@ def test_lines_summary_and_report_are_shown_by_default(tmp_path, capsys):
     assert "2 generation batches" in (tmp_path / "report" / "report.html").read_text()  # the last one as well
     assert "{'" not in shown  # no dictionary
     assert "2/2" not in errors  # no bar, for this is no terminal
+    trainer.evaluate()  # shows its line, and no second summary
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("step     2  held-out reward ")
 
 
 @pytest.mark.parametrize(("quiet", "bar"), [(False, True), (True, False)])
@@ -58,11 +54,3 @@ def test_one_setting_leaves_what_transformers_shows(tmp_path, capsys, quiet, cal
     assert any(type(used) is callback for used in trainer.callback_handler.callbacks)
     assert "'reward':" in shown
     assert "Rolled out" not in shown and not any(line.startswith("step ") for line in shown.splitlines())
-
-
-def test_an_evaluation_after_the_training_shows_its_line_and_no_second_summary(tmp_path, capsys):
-    trainer = train(tmp_path, max_steps=1)
-    capsys.readouterr()
-    trainer.evaluate()
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("step     1  held-out reward ")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.batch import Batch
 from lze_trl.forecast import GroupSample, forecast
 from lze_trl.forecast.gate import gate_price
@@ -140,14 +139,9 @@ def test_too_few_groups_are_refused(tmp_path):
 
 
 def make(directory, reward=tiny.even_length_reward, dataset=None, rollout=None, **settings):
-    return LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=reward,
-        args=tiny.config(directory, **({"telemetry": True, "strategy": "exact"} | settings)),
-        train_dataset=tiny.prompts(24) if dataset is None else dataset,
-        processing_class=tiny.tokenizer(),
-        rollout_func=rollout,
-    )
+    data = tiny.prompts(24) if dataset is None else dataset
+    own = {"telemetry": True, "strategy": "exact"} | settings
+    return tiny.make(directory, reward_funcs=reward, dataset=data, trainer={"rollout_func": rollout}, **own)
 
 
 @pytest.mark.parametrize(
@@ -224,19 +218,10 @@ def write_logs(folder, steps=(1, 2), **columns):
     """Logs of TRL: of three groups a step, one alive, one solved, and one whose texts are all the same."""
     (folder / "completions").mkdir(parents=True, exist_ok=True)
     for step in steps:
-        rows = [
-            {
-                "prompt": name,
-                "completion": f"{text}{step}",
-                "accuracy": reward,
-                "format": 0.0,
-                "advantage": reward - mean,
-            }
-            for name, texts, rewards in (("a", "xyz", (1, 0, 0)), ("b", "xyz", (1, 1, 1)), ("c", "xxx", (0, 0, 0)))
-            for text, reward in zip(texts, rewards, strict=True)
-            for mean in [np.mean(rewards)]
-        ]
-        log = pd.DataFrame([row | columns for row in rows])
+        texts, rewards = [f"{text}{step}" for text in "xyzxyzxxx"], [1, 0, 0, 1, 1, 1, 0, 0, 0]
+        log = pd.DataFrame({"prompt": list("aaabbbccc"), "completion": texts, "accuracy": rewards, "format": 0.0})
+        log["advantage"] = log["accuracy"] - log.groupby("prompt")["accuracy"].transform("mean")
+        log = log.assign(**{name: [value] * len(log) for name, value in columns.items()})
         log.to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
 
 

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from launches import run_to_end
 from lze_trl import hub, remote
-from lze_trl.record import MissingTelemetryError, TelemetryWriter
+from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter
 
 
 TESTS = Path(__file__).resolve().parent
@@ -133,36 +133,13 @@ def run_dir(tmp_path):
 PUSHING_RUN = """
 import sys
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.app.runs import RunBook
 
-trainer = LZEGRPOTrainer(
-    model=tiny.model(),
-    reward_funcs=tiny.even_length_reward,
-    args=tiny.config(
-        sys.argv[1],
-        telemetry=True,
-        push_to_hub=True,
-        hub_model_id="me/model",
-        hub_telemetry_id="me/model-run",
-        hub_token="hf_secret",
-        hub_private_repo=True,
-        hub_strategy="every_save",
-        save_strategy="steps",
-    ),
-    train_dataset=tiny.prompts(11),
-    processing_class=tiny.tokenizer(),
-)
-trainer.train()
+repos = {"hub_model_id": "me/model", "hub_telemetry_id": "me/model-run", "hub_token": "hf_secret"}
+pushes = {"push_to_hub": True, "hub_private_repo": True, "hub_strategy": "every_save", "save_strategy": "steps"}
+trainer = tiny.run(sys.argv[1], telemetry=True, **repos, **pushes)
 trainer.push_to_hub()
-second = LZEGRPOTrainer(
-    model=tiny.model(),
-    reward_funcs=tiny.even_length_reward,
-    args=tiny.config(sys.argv[1] + "/second", state_from="me/model-run", max_steps=1),
-    train_dataset=tiny.prompts(11),
-    processing_class=tiny.tokenizer(),
-)
-second.train()
+second = tiny.run(sys.argv[1] + "/second", state_from="me/model-run", max_steps=1)
 print(RunBook(["me/model-run"]).open("model-run").summary()["generations"])
 print(int(trainer.prompt_state["visits"].sum()), int(second.prompt_state["visits"].sum()))
 """
@@ -239,6 +216,6 @@ def test_a_model_card_names_all_data_sets(tmp_path):
 def test_model_card_without_telemetry_stays_as_it_is(tmp_path, caplog):
     (tmp_path / "README.md").write_text("# Model card\n")
     hub.extend_model_card(tmp_path)
-    TelemetryWriter(tmp_path).close()
+    TelemetryWriter(tmp_path, Meta()).close()
     hub.extend_model_card(tmp_path)
     assert (tmp_path / "README.md").read_text() == "# Model card\n"

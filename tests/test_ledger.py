@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
+import samples
 import tiny
 from lze_trl.batch import Batch
-from lze_trl.memory.state import PromptState
 from lze_trl.record.ledger import (
     Ledger,
     TokenCost,
-    account,
     against_plain,
     headline,
     time_of_plain,
@@ -49,17 +48,9 @@ COST = TokenCost(forward=2.0, train=6.0)
 
 def rollouts_of(lengths: list[list[int]]) -> Batch:
     """Groups of completions of these lengths, and prompts of 10 tokens; the first completion of each group fails."""
-    sizes = [len(group) for group in lengths]
-    flat = np.concatenate([np.array(group) for group in lengths])
-    outcomes = np.concatenate([np.arange(size) > 0 for size in sizes]).astype(float)
-    return Batch.of(
-        prompt_ids=np.arange(len(lengths)),
-        group=np.repeat(np.arange(len(lengths)), sizes),
-        outcomes=outcomes,
-        rewards=outcomes,
-        prompt_tokens=np.full(len(flat), 10),
-        completion_tokens=flat,
-    )
+    drawn = samples.rollouts({i: [0.0] + [1.0] * len(own[1:]) for i, own in enumerate(lengths)})
+    tokens = np.concatenate(lengths)
+    return drawn.with_rows(prompt_tokens=np.full(len(tokens), 10), completion_tokens=tokens)
 
 
 def ledger_of(
@@ -68,9 +59,7 @@ def ledger_of(
     """A ledger of generation batches, each with the lengths drawn and the rows trained on."""
     ledger = Ledger(logprob_passes=passes, **settings)
     for lengths, chosen in batches:
-        drawn = rollouts_of(lengths)
-        groups = PromptState().visit(drawn)
-        account(ledger, drawn, groups, np.array(chosen, dtype=int), batch_rows, passes)
+        ledger.add(batch_rows, rollouts_of(lengths), np.array(chosen, dtype=int))
     return ledger
 
 
@@ -111,7 +100,7 @@ def test_ratios_by_hand(lengths, chosen, batch_rows, rollouts, updates, iteratio
 
 def test_a_batch_of_which_pruning_left_nothing_is_as_long_as_those_before():
     ledger = ledger_of([([[5, 5]] * 2, [0, 1])], batch_rows=4)
-    ledger.add_plain(4, row_tokens=None)
+    ledger.add(4)
     assert ratios(ledger.summary(COST)) == pytest.approx({"rollouts": 0.5, "updates": 0.25, "total": 0.3125})
 
 

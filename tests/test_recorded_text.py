@@ -1,21 +1,11 @@
 """Which completions are recorded."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 import tiny
-from lze_trl import LZEGRPOTrainer
-from lze_trl.batch import Batch
 from lze_trl.record import open_run
 from lze_trl.record.recorder import recorded_rows
-
-
-def rollouts_of(*sizes, **columns):
-    group = np.repeat(np.arange(len(sizes)), sizes)
-    zeros = np.zeros(len(group))
-    return Batch.of(np.arange(len(sizes)), group, zeros, zeros, zeros, zeros, **columns)
 
 
 def test_sampled_rows_are_those_of_one_group_by_the_counter():
@@ -40,16 +30,9 @@ def test_the_groups_of_highest_energy_are_always_recorded():
 
 @pytest.mark.parametrize(("mode", "recorded"), [("none", 0), ("sampled", None), ("all", 12)])
 def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(tmp_path, telemetry=True, telemetry_completions=mode),
-        train_dataset=tiny.prompts(11),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
+    tiny.run(tmp_path, telemetry=True, telemetry_completions=mode)
     run = open_run(tmp_path)
-    assert run.meta.completions == mode
+    assert run.meta.settings["telemetry_completions"] == mode
     rows = run.sql("SELECT * FROM completions")
     if mode == "sampled":  # one group drawn at random and the live ones, of which there are three at most
         recorded_groups = "EXISTS (FROM completions c WHERE c.generation = g.generation AND c.prompt_id = g.prompt_id)"
@@ -63,9 +46,3 @@ def test_a_training_records_what_it_was_asked_for(tmp_path, mode, recorded):
     assert rows.groupby(["generation", "prompt_id"])["index"].apply(list).tolist() == [[0, 1, 2, 3]] * (len(rows) // 4)
     # The reward of each row is that of its text
     assert rows.reward.tolist() == [float(len(text.strip()) % 2 == 0) for text in rows.completion]
-
-
-def test_one_process_needs_no_other():
-    scored = rollouts_of(3, owner=np.zeros(3), place=np.arange(3))
-    alone = SimpleNamespace(process_index=0, num_processes=1, is_main_process=True)
-    assert scored.gathered_on_main(np.array([2, 0]), lambda place: -place, alone) == {2: -2, 0: 0}

@@ -8,11 +8,10 @@ from PIL import Image
 
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl import LZEGRPOTrainer
 from lze_trl.app import charts, views
 from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
-from lze_trl.record import MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.numbers import percent
 from test_telemetry import make_record, record_run
 
@@ -39,24 +38,10 @@ def test_report_is_self_contained_and_agrees_with_the_run(run_dir):
 
 
 def test_held_out_accuracy_is_in_every_view(tmp_path):
-    trainer = LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=[tiny.digit_reward, tiny.even_length_reward],
-        args=tiny.config(
-            tmp_path / "run",
-            telemetry=True,
-            pass_reward="even_length_reward",
-            reward_weights=[10.0, 1.0],
-            eval_strategy="steps",
-            eval_steps=2,
-            eval_on_start=True,
-            num_generations_eval=4,
-        ),
-        train_dataset=tiny.prompts(11),
-        eval_dataset=tiny.prompts(4),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
+    settings = {"telemetry": True, "pass_reward": "even_length_reward", "reward_weights": [10.0, 1.0]}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "num_generations_eval": 4}
+    rewards, held_out = [tiny.digit_reward, tiny.even_length_reward], {"eval_dataset": tiny.prompts(4)}
+    trainer = tiny.run(tmp_path / "run", reward_funcs=rewards, trainer=held_out, **settings)
     last = trainer.evaluate()["eval_rewards/even_length_reward/mean"]
     run = open_run(tmp_path / "run")
     assert run.meta.reward_names == ["digit_reward", "even_length_reward"]  # after the evaluation, too
@@ -83,10 +68,10 @@ def test_prompts_by_their_state_at_the_first_visit_and_now(tmp_path):
 
 
 def test_report_of_one_batch_and_of_none(tmp_path):
-    TelemetryWriter(tmp_path / "none").close()
+    TelemetryWriter(tmp_path / "none", Meta()).close()
     with pytest.raises(MissingTelemetryError, match="first batch is not scored yet"):
         write_report(tmp_path / "none")
-    writer = TelemetryWriter(tmp_path / "<b>run", settings={"</table><script>": "<script>"})
+    writer = TelemetryWriter(tmp_path / "<b>run", Meta({"</table><script>": "<script>"}))
     writer.record(next(SyntheticTraining(num_prompts=8, groups_per_batch=8).generations(1)))
     writer.close()
     html = write_report(tmp_path / "<b>run").read_text(encoding="utf-8")

@@ -11,7 +11,6 @@ import pytest
 from transformers import TrainerCallback
 
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.data import PromptStyle
 from lze_trl.record import open_run
 from lze_trl.selfplay.online import Instruction
@@ -28,19 +27,10 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
         {},
         {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0},
         {"strategy": "gate", "controller_kwargs": {"explore": 0.5}},
-        {
-            "self_play": {"instruct": True, "examples": 1, "own": 1, "overlap": 0.99},
-        },
+        {"self_play": {"instruct": True, "examples": 1, "own": 1, "overlap": 0.99}},
     ):
-        trainer = LZEGRPOTrainer(
-            model=tiny.model(),
-            reward_funcs=tiny.even_length_reward,
-            args=tiny.config(tmp_path, max_steps=4, **controller),
-            train_dataset=tiny.prompts(11),
-            processing_class=tiny.tokenizer(),
-            instruction=writing if "self_play" in controller else None,
-        )
-        trainer.train()
+        own = {"instruction": writing} if "self_play" in controller else {}
+        trainer = tiny.run(tmp_path, trainer=own, max_steps=4, **controller)
         logged |= {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
     page = (Path(__file__).parents[1] / "docs" / "telemetry.md").read_text()
     documented = set(re.findall(r"^\| `(lze/\w+)` \|", page, re.M))
@@ -49,15 +39,8 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
 
 
 def make(directory, callbacks=(), **settings):
-    return LZEGRPOTrainer(
-        model=tiny.model(),
-        reward_funcs=tiny.even_length_reward,
-        args=tiny.config(directory, telemetry=True, logging_steps=1, per_device_eval_batch_size=4, **settings),
-        train_dataset=tiny.prompts(11),
-        eval_dataset=tiny.prompts(3),
-        processing_class=tiny.tokenizer(),
-        callbacks=list(callbacks),
-    )
+    given = {"eval_dataset": tiny.prompts(3), "callbacks": list(callbacks)}
+    return tiny.make(directory, trainer=given, telemetry=True, per_device_eval_batch_size=4, **settings)
 
 
 def logged(trainer, name):

@@ -15,18 +15,14 @@ import tiny
 import votes_run
 from launches import on_processes
 from lze_trl import LZEGRPOTrainer
+from lze_trl.evaluation.votes import VoteHistory
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record.evaluations import read_results
-from lze_trl.record.safeguards import VoteHistory
 from lze_trl.rewards import MajorityReward
 
 
 ERROR = 0.03
-
-
-def batch(history, share, concentration, groups=16):
-    history.add_batch({"majority/winner_share": share, "majority/concentration": concentration}, groups)
 
 
 def history_of(shares, concentrations, accuracies, every=5):
@@ -34,7 +30,7 @@ def history_of(shares, concentrations, accuracies, every=5):
     history, stopped = VoteHistory(), None
     history.add_probe(0, accuracies[0], ERROR)
     for step, (share, concentration) in enumerate(zip(shares, concentrations, strict=True), start=1):
-        batch(history, share, concentration)
+        history.add_batch({"majority/winner_share": share, "majority/concentration": concentration}, groups=16)
         if step % every == 0:
             history.add_probe(step, accuracies[step // every], ERROR)
         if stopped is None and history.reason():
@@ -105,15 +101,16 @@ def test_a_constant_policy_is_stopped_and_a_resumed_run_stops_there_too(tmp_path
         resumed = probe_run.make(tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / "run-1" / f"checkpoint-{checkpoint}"))
         assert resumed.state.global_step == 3
-        assert resumed.vote_history == whole.vote_history
+        assert resumed.generation_step.histories == whole.generation_step.histories
 
 
 def test_answers_that_depend_on_the_prompt_are_not_stopped(tmp_path):
     trainer = probe_run.make(tmp_path, votes_run.boxed_rollouts)
     trainer.train()
+    history = trainer.generation_step.histories["votes"]
     assert trainer.state.global_step == 8
-    assert len(trainer.vote_history.shares) == 8
-    assert [probe[:2] for probe in trainer.vote_history.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
+    assert len(history.shares) == 8
+    assert [probe[:2] for probe in history.probes] == [(0, 0), (2, 2), (4, 4), (6, 6), (8, 8)]
     logged = {entry["step"] for entry in trainer.state.log_history if "probe/accuracy" in entry}
     assert logged == {0, 2, 4, 6, 8}
 
@@ -129,13 +126,8 @@ def test_two_processes_stop_as_one(tmp_path):
 @pytest.fixture
 def job(tmp_path):
     """Write a recipe for a tiny model and return its path; keywords override its keys."""
-    own = tiny.job(tmp_path, train=12, probe=48) | {
-        "max_steps": 8,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "probe_datasets": [str(tmp_path / "probe.jsonl")],
-        "probe_every": 3,
-    }
+    own = {"max_steps": 8, "learning_rate": 1e-2, "save_strategy": "no", "probe_every": 3}
+    own |= tiny.job(tmp_path, train=12, probe=48) | {"probe_datasets": [str(tmp_path / "probe.jsonl")]}
     return lambda **keys: tiny.recipe(tmp_path, **own | keys)
 
 

@@ -6,7 +6,6 @@ from html import unescape
 import pytest
 
 import tiny
-from lze_trl import LZEGRPOTrainer
 from lze_trl.app import views
 from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
@@ -30,13 +29,13 @@ def short_prompts_solved(prompts, completions, **kwargs):
 
 CASES = {
     # With a reference model, so that log-probabilities take part
-    "refill": {"beta": 0.1, "planner_kwargs": {"streak": 1}, "reward": short_prompts_solved, "max_steps": 8},
+    "refill": {"beta": 0.1, "planner_kwargs": {"streak": 1}, "reward_funcs": short_prompts_solved, "max_steps": 8},
     # All prompts are solved after one update, so that pruning leaves nothing of the last batches
     "skip": {
         "pruning": "skip",
         "planner_kwargs": {"streak": 1, "replay_ratio": 0.2},
-        "dataset": 6,
-        "reward": solved_after_a_step,
+        "dataset": tiny.prompts(6),
+        "reward_funcs": solved_after_a_step,
         "max_steps": 6,
     },
     "reinforce_ada": {
@@ -46,22 +45,9 @@ CASES = {
 }
 
 
-def train(directory, dataset=11, reward=tiny.even_length_reward, **settings):
-    trainer = LZEGRPOTrainer(
-        model=tiny.save(directory.parent / "model"),  # a reference model is loaded from where the model was
-        reward_funcs=reward,
-        args=tiny.config(directory, telemetry=True, logging_steps=2, **settings),
-        train_dataset=tiny.prompts(dataset),
-        processing_class=tiny.tokenizer(),
-    )
-    trainer.train()
-    return trainer
-
-
-@pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param) / "run"
-    return request.param, directory, train(directory, **CASES[request.param])
+def train(directory, **settings):
+    saved = {"model": tiny.save(directory.parent / "model")}  # a reference model is loaded from where the model was
+    return tiny.run(directory, trainer=saved, telemetry=True, logging_steps=2, **settings)
 
 
 def plain_text(html: str) -> str:
@@ -76,38 +62,31 @@ def table_of(text: str) -> dict[str, list[str]]:
     return {name: shown for name, *shown in cells}
 
 
-def flops_of(totals) -> str:
-    """The saving, without what is said of the time: a recording ends before the last update."""
-    return headline(totals).partition(" Time")[0]
-
-
-def test_all_tell_the_same(case):
-    _, directory, trainer = case
+@pytest.mark.parametrize("kind", CASES)
+def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kind):
+    directory = tmp_path / "run"
+    trainer = train(directory, **CASES[kind])
     totals = trainer.savings()
     works = against_plain(totals)
     times = {work.name: work.times for work in works}
     assert {"rollouts", "updates", "total"} <= set(times)
 
     recorded = open_run(directory).summary()["ledger"]
-    assert {name: value for name, value in recorded.items() if not name.endswith(("seconds", "skipped_updates"))} == {
-        name: value for name, value in totals.items() if not name.endswith(("seconds", "skipped_updates"))
-    }
+    for name in totals.keys() | recorded:
+        assert name.endswith(("seconds", "skipped_updates")) or recorded[name] == totals[name], name
 
     report = write_report(directory).read_text(encoding="utf-8")
     app = views.overview(open_run(directory))
     assert "nan" not in plain_text(app).lower().replace("nano", "")  # also where pruning left batches empty
+    for page in (plain_text(report), plain_text(app), model_card_section(directory)):
+        assert headline(totals).partition(" Time")[0] in page  # a recording ends before the last update
+        assert skipped_visits(totals) in page
     for page in (report, app):
-        assert flops_of(totals) in plain_text(page)
-        assert skipped_visits(totals) in plain_text(page)
         assert {name: cells[-1] for name, cells in table_of(page).items()} == times
     tile = plain_text(re.search(r'data-tile="FLOPs of plain GRPO">(.*?)</div>', app, re.S)[1])
     assert f"{times['total']} rollouts {times['rollouts']}, updates {times['updates']}" in tile
     (row,) = views.run_table({"run": open_run(directory)}).to_dict("records")
     assert f"{row['cost ×']:.2f} ×" == times["total"]
-
-    card = model_card_section(directory)
-    assert flops_of(totals) in card
-    assert skipped_visits(totals) in card
 
     shown = summary_lines(totals, {"before": None, "after": None})
     assert headline(totals) in shown and skipped_visits(totals) in shown
@@ -116,16 +95,13 @@ def test_all_tell_the_same(case):
     expected = {f"{work.name}_vs_plain": work.ratio for work in works if work.name != "logprobs"}
     assert {name: steps[f"lze/{name}"].iloc[-1] for name in expected} == pytest.approx(expected)
 
-
-def test_the_batches_are_those_of_plain_grpo(case):
-    name, directory, trainer = case
-    totals, groups = trainer.savings(), open_run(directory).generations().groups
+    groups = open_run(directory).generations().groups
     # 3 prompts × 4 completions for every optimizer step, whatever was drawn
     assert totals["plain_rows"] == 12 * trainer.state.global_step
     rollouts, updates = (work.ratio for work in against_plain(totals) if work.name in ("rollouts", "updates"))
-    if name == "skip":  # prompts that are solved get no completion
+    if kind == "skip":  # prompts that are solved get no completion
         assert groups.min() < 3 and totals["rows_rolled_out"] < totals["plain_rows"] and rollouts < 1.0
-    elif name == "refill":
+    elif kind == "refill":
         assert totals["visits_skipped"] > 0 and rollouts == pytest.approx(1.0) and updates < 0.5
     else:
         assert totals["rows_rolled_out"] > totals["plain_rows"] and rollouts > 1.0
@@ -133,7 +109,7 @@ def test_the_batches_are_those_of_plain_grpo(case):
 
 def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys):
     directory = tmp_path / "run"
-    trainer = train(directory, reward=all_solved, strategy="exact", max_steps=6, summary=True)
+    trainer = train(directory, reward_funcs=all_solved, strategy="exact", max_steps=6, summary=True)
     summary = capsys.readouterr().out
     report = plain_text(write_report(directory).read_text(encoding="utf-8"))
     run = open_run(directory)

@@ -15,13 +15,7 @@ import pytest
 import samples
 from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining
-from lze_trl.record import (
-    GenerationRecord,
-    MissingTelemetryError,
-    TelemetryError,
-    TelemetryWriter,
-    open_run,
-)
+from lze_trl.record import GenerationRecord, Meta, MissingTelemetryError, TelemetryError, TelemetryWriter, open_run
 from lze_trl.record import reader as telemetry_reader
 from lze_trl.record import writer as telemetry_writer
 from lze_trl.record.schema import SCHEMA_VERSION, SQL_TYPES, STATUS_FILE, Status
@@ -45,7 +39,6 @@ def make_record(
         "pass_index": 1,
         "skipped": 7,
         "rewards": np.stack([outcomes.ravel(), np.full(outcomes.size, np.nan)], axis=1),
-        "reward_names": ["accuracy_reward", "format_reward"],
         "loss_tokens": np.full(outcomes.size, 2),
         "completion": np.array([f"{generation}:{i}" for i in range(outcomes.size)], dtype=object),
         "columns": [{"level": 3}] * len(outcomes),
@@ -55,7 +48,7 @@ def make_record(
 
 
 def record_run(directory, records, **options):
-    writer = TelemetryWriter(directory, **{"completions": "all", **options})
+    writer = TelemetryWriter(directory, Meta({"seed": 3}, ["accuracy_reward", "format_reward"]), **options)
     for record in records:
         writer.record(record)
         writer.record_step(record.step, {"loss": record.generation / 10})
@@ -63,7 +56,7 @@ def record_run(directory, records, **options):
 
 
 def test_records_come_back_as_they_were(tmp_path):
-    record_run(tmp_path / "telemetry", [make_record(0)], settings={"seed": 3})
+    record_run(tmp_path / "telemetry", [make_record(0)])
     run = open_run(tmp_path)
     assert run.meta.settings == {"seed": 3}
     assert run.meta.reward_names == ["accuracy_reward", "format_reward"]
@@ -118,16 +111,8 @@ def test_states_of_prompts(tmp_path):
     record_run(tmp_path / "telemetry", records)
     run = open_run(tmp_path)
     prompts = run.prompts().set_index("prompt_id")
-    known = {
-        11: "forgotten",
-        -22: "pruned",
-        33: "solved",
-        44: "unscored",
-        55: "unscored",
-        66: "solved",
-        77: "frontier",
-    }
-    assert prompts.state.to_dict() == known
+    known = {11: "forgotten", -22: "pruned", 33: "solved", 44: "unscored", 55: "unscored", 66: "solved"}
+    assert prompts.state.to_dict() == known | {77: "frontier"}
     assert np.isnan(prompts.pass_rate[55]) and np.isnan(prompts.reward_mean[55])  # nothing of the visit before
     assert run.prompt_counts()["forgotten"] == 1
 
@@ -135,7 +120,8 @@ def test_states_of_prompts(tmp_path):
 def test_prompts_are_found_filtered_and_sorted(tmp_path):
     outcomes = [(1, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0)]
     prompts = ["a <b>50%_</b> sum", "A product", "100% sure"]
-    record_run(tmp_path / "telemetry", [make_record(0, outcomes, text=prompts)])
+    facts = [{"subject": "géométrie"}, {"solution": r"\frac{1}{2}"}, {"level": 3}]
+    record_run(tmp_path / "telemetry", [make_record(0, outcomes, text=prompts, columns=facts)])
     run = open_run(tmp_path)
     assert run.prompts(state="frontier").energy.tolist() == sorted(run.prompts().energy, reverse=True)[:2]
     assert run.prompts(limit=2).prompt_id.tolist() == run.prompts().prompt_id.tolist()[:2]
@@ -144,6 +130,8 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     assert run.prompts(search="50%_").prompt_id.tolist() == [11]
     assert run.prompts(search="%").shape[0] == 2
     assert run.prompts(search="-22").prompt_id.tolist() == [-22]
+    for search in ("GÉOMÉTRIE", r"\frac{1}{2}", '"level": 3'):  # columns as they read
+        assert len(run.prompts(search=search)) == 1, search
     assert run.prompt_counts("'; DROP TABLE groups; --")["frontier"] == 0
     assert run.prompts(prompt_id=-22).text.tolist() == ["A product"]
     assert run.prompts(prompt_id=7).empty
@@ -153,13 +141,6 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
         run.sql(f"SELECT * FROM '{secret}'")
     with pytest.raises(ValueError, match="`state` must be one of"):
         run.prompts(state="alive")
-
-
-def test_columns_are_searched_as_they_read(tmp_path):
-    facts = [{"subject": "géométrie"}, {"solution": r"\frac{1}{2}"}, {"level": 3}]
-    record_run(tmp_path, [make_record(0, columns=facts)])
-    for search in ("GÉOMÉTRIE", r"\frac{1}{2}", '"level": 3'):
-        assert len(open_run(tmp_path).prompts(search=search)) == 1, search
 
 
 def test_resumed_run_hides_what_the_crash_lost(tmp_path):
@@ -181,7 +162,7 @@ def test_status_of_a_run(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "time", lambda: clock[0])
     monkeypatch.setattr(telemetry_writer, "RENEWED_SECONDS", 0.05)
-    writer = TelemetryWriter(tmp_path, flush_seconds=0.01)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=0.01)
     for generation in range(3):
         clock[0] = 1000.0 + 30 * generation
         writer.record(make_record(generation, max_steps=10))
@@ -224,10 +205,7 @@ def cut(pattern, size):
     return change
 
 
-@pytest.mark.parametrize(
-    ("resumed", "change"),
-    [(None, None), (0, set_meta(schema_version=1))],
-)
+@pytest.mark.parametrize(("resumed", "change"), [(None, None), (0, set_meta(schema_version=1))])
 def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, resumed, change):
     record_run(tmp_path, [make_record(i) for i in range(3)])
     if change:
@@ -241,22 +219,21 @@ def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, resumed, ch
 
 def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
     training = SyntheticTraining(num_prompts=50, groups_per_batch=7, group_size=3)
-    writer = TelemetryWriter(tmp_path, completions="all", settings=training.settings)
+    writer = TelemetryWriter(tmp_path, training.meta)
     following = None
     for count, record in enumerate(training.generations(20)):
         if count == 10:
             # The run goes on from a checkpoint after its 8th batch
             writer.close()
-            writer = TelemetryWriter(tmp_path, settings=training.settings, resumed_generation=8)
+            writer = TelemetryWriter(tmp_path, training.meta, resumed_generation=8)
         writer.record(record if count < 10 else replace(record, generation=count - 2))
         writer.flush()
         following = following or open_run(tmp_path)
         following.refresh()
         following.prompt_counts()
     writer.close()
-    (tmp_path / "telemetry" / "groups" / ".00000002-3.parquet.1.tmp").write_bytes(
-        b"PAR1"
-    )  # as a killed write leaves it
+    # As a killed write leaves it
+    (tmp_path / "telemetry" / "groups" / ".00000002-3.parquet.1.tmp").write_bytes(b"PAR1")
     assert len(following.groups().generation.unique()) == 18
     assert len(list_parts(tmp_path / "telemetry" / "groups")) == 18  # one a flush
     states, groups = "SELECT * FROM prompt_states ORDER BY prompt_id", following.groups()
@@ -269,7 +246,7 @@ def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
 
 
 def test_a_long_run_writes_less_often(tmp_path, monkeypatch):
-    writer = TelemetryWriter(tmp_path, flush_seconds=0.01)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=0.01)
     writer.record(make_record(0))
     wait_for(lambda: list_parts(tmp_path / "telemetry" / "groups"))
     monkeypatch.setattr(telemetry_writer, "_PAUSE_SHARE", 1e4)
@@ -283,7 +260,7 @@ def test_a_long_run_writes_less_often(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("table", list(SQL_TYPES))
 def test_no_generation_is_seen_without_its_groups(tmp_path, monkeypatch, table):
-    writer = TelemetryWriter(tmp_path / "telemetry", completions="all")
+    writer = TelemetryWriter(tmp_path / "telemetry", Meta())
     writer.record(make_record(0))
     writer.flush()
     pending = [table]
@@ -306,7 +283,7 @@ def test_no_generation_is_seen_without_its_groups(tmp_path, monkeypatch, table):
 
 def test_a_resumed_run_drops_rows_that_share_a_file_with_earlier_ones(tmp_path):
     # As where the disk was full when a checkpoint asked for a flush
-    writer = TelemetryWriter(tmp_path, flush_seconds=60)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=60)
     for generation in range(4):
         writer.record(make_record(generation, ids=(generation, 11, 22)))
     writer.close()
@@ -357,9 +334,6 @@ def test_damage_is_worded(tmp_path, damage, error, message):
     damage(tmp_path / "telemetry")
     with pytest.raises(error, match=message):
         open_run(tmp_path).groups()
-
-
-def test_what_is_no_run_is_worded(tmp_path):
     with pytest.raises(MissingTelemetryError, match="There is no run at"):
         open_run(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
@@ -368,14 +342,11 @@ def test_what_is_no_run_is_worded(tmp_path):
 
 
 def test_what_cannot_be_recorded_does_not_stop_the_rest(tmp_path, caplog):
-    writer = TelemetryWriter(tmp_path / "telemetry", flush_seconds=60)
+    writer = TelemetryWriter(tmp_path / "telemetry", Meta(), flush_seconds=60)
     # Written at once: the records around the bad one, and a prompt that it would have been the first to visit
-    for record in (
-        make_record(0),
-        make_record(1, ids=(11, 44, 55), text=["too few"]),
-        make_record(2, ids=(11, 44, 66)),
-    ):
-        writer.record(record)
+    writer.record(make_record(0))
+    writer.record(make_record(1, ids=(11, 44, 55), text=["too few"]))
+    writer.record(make_record(2, ids=(11, 44, 66)))
     writer.record_step(4, {"loss": 0.5, 7: 1.0})
     writer.record_step(5, {"loss": 0.25})
     writer.close()
@@ -397,7 +368,7 @@ def test_a_full_disk_delays_and_writes_nothing_twice(tmp_path, caplog, monkeypat
         write(part, rows)
 
     monkeypatch.setattr(telemetry_writer, "write_part", full_disk)
-    writer = TelemetryWriter(tmp_path, flush_seconds=60)
+    writer = TelemetryWriter(tmp_path, Meta(), flush_seconds=60)
     for generation in range(6):
         writer.record(make_record(generation))
         writer.flush()

@@ -21,9 +21,8 @@ from lze_trl.memory.state import PromptState
 from lze_trl.pack.layout import Geometry, Layout, pack
 from lze_trl.pack.weights import weights_of_chosen
 from lze_trl.record.ledger import Ledger, TokenCost
-from lze_trl.record.metrics import batch_metrics
 from lze_trl.record.recorder import Recorder
-from lze_trl.record.tables import prompt_columns, row_columns
+from lze_trl.record.tables import batch_metrics, prompt_columns, row_columns
 from lze_trl.rollout.controllers import Gate
 from lze_trl.rollout.rounds import gathered_columns
 from lze_trl.seeding import keyed_rng
@@ -164,7 +163,7 @@ class Worker:
 
     def telemetry(self):
         """Metrics for the log, and a record for the background thread."""
-        batch_metrics(self.groups, self.chosen_groups, self.prompt_state, 0)
+        batch_metrics(self.groups, self.chosen_groups)
         pruned = self.prompt_state.pruned(self.groups.prompt_ids)
         prompts = prompt_columns(self.groups, selected=self.chosen_groups, pruned=pruned)
         rows = row_columns(self.scored)

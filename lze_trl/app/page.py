@@ -18,14 +18,11 @@ from .runs import RunBook
 
 
 TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
-REFRESH_SECONDS = 1.0
-"""How often the page asks for what is new."""
-
+_REFRESH_SECONDS = 1.0  # after which the page asks for what is new
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
-_COMPARED = 4
-"""Charts that runs are compared by, at most."""
-_VISITS = 12
-"""Latest visits of a prompt whose completions can be chosen."""
+_COMPARED = 4  # charts that runs are compared by, at most
+_VISITS = 12  # latest visits of a prompt whose completions can be chosen
+_LATEST = "the latest visit", ""
 _WAITS = "Choose a prompt to see its history."
 # A click on a heading sorts, one anywhere on a row opens it; so does the Enter key, and arrows move between rows
 _TABLES = """
@@ -135,7 +132,7 @@ class _Page:
             self.words = gr.Textbox(label="Search", placeholder="words of a row", elem_id="lze-words")
             self.run_table = _html("run-table")
         with compare:
-            self._add_comparison()
+            self._add_comparison(ids)
         with settings:
             self.settings = _html("settings")
         self._connect()
@@ -152,12 +149,11 @@ class _Page:
                 self.detail = _html("detail", value=_WAITS)
                 self.history = _chart(visible=False)
                 self.visit = gr.Dropdown(
-                    [("the latest visit", "")], value="", label="Completions at", visible=False, elem_id="lze-visit"
+                    [_LATEST], value="", label="Completions at", visible=False, elem_id="lze-visit"
                 )
                 self.completions = _html("completions")
 
-    def _add_comparison(self):
-        ids = self.book.ids
+    def _add_comparison(self, ids: list[str]):
         self.runs = gr.Dropdown(ids, value=ids[:8], multiselect=True, label="Runs", elem_id="lze-compared")
         with gr.Row():
             self.metrics = gr.Dropdown(
@@ -198,7 +194,7 @@ class _Page:
             part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
         self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
-        timer = gr.Timer(REFRESH_SECONDS)
+        timer = gr.Timer(_REFRESH_SECONDS)
         timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
         self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
@@ -288,10 +284,9 @@ class _Page:
             [prompt_id, _VISITS],
         )
         choices = [(f"step {row.step}: {percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()]
-        choices.insert(0, ("the latest visit", ""))
         return {
             self.history: gr.update(value=charts.history(run, prompt_id).to_json(), visible=True),
-            self.visit: gr.update(choices=choices, value=visit, visible=not visits.empty),
+            self.visit: gr.update(choices=[_LATEST, *choices], value=visit, visible=not visits.empty),
             self.detail: views.prompt_detail(run, prompt_id),
             self.completions: views.completions(run, prompt_id, int(visit) if visit else None),
         }
@@ -314,13 +309,7 @@ class _Page:
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
         shown = [gr.update(value=figure.to_json(), visible=True) for figure in figures]
         shown += [gr.update(visible=False)] * (_COMPARED - len(shown))
-        return (
-            changes
-            | dict(zip(self.comparisons, shown, strict=True))
-            | {
-                self.metrics: gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)]),
-                self.differing: views.HTML.section(
-                    "Settings that differ", views.table("differing", views.differing_settings(runs))
-                ),
-            }
-        )
+        differing = views.table("differing", views.differing_settings(runs))
+        changes[self.metrics] = gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)])
+        changes[self.differing] = views.HTML.section("Settings that differ", differing)
+        return changes | dict(zip(self.comparisons, shown, strict=True))

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..files import write_atomically
@@ -89,18 +88,12 @@ def _draw_summary(run: Run) -> Figure:
     outcomes.set(title=f"{outcome.capitalize()} and reward", xlabel="step", ylim=(lowest, None))
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)
-    _draw_energy(run, figure, energy)
-    return figure
-
-
-def _draw_energy(run: Run, figure: Figure, axis: Axes):
     steps, shares = energy_heat_map(run)
-    live = shares[:, 1:]
+    live = 100 * shares[:, 1:].T
     edges = np.concatenate([[steps[0] - 1], steps]) if (np.diff(steps) > 0).all() else np.arange(len(steps) + 1)
-    levels = np.linspace(0.0, run.meta.energy_max, live.shape[1] + 1)
-    mesh = axis.pcolormesh(
-        edges, levels, 100 * live.T, cmap="cividis", vmin=0, vmax=100 * brightest(live), rasterized=True
-    )
+    levels = np.linspace(0.0, run.meta.energy_max, len(live) + 1)
+    mesh = energy.pcolormesh(edges, levels, live, cmap="cividis", vmin=0, vmax=brightest(live), rasterized=True)
     # A label beside the colours would be cut off: the layout does not count its length
-    axis.set(title="Energy of the groups, colour: % of them", xlabel="step", ylabel="energy")
-    figure.colorbar(mesh, ax=axis, extend="max")
+    energy.set(title="Energy of the groups, colour: % of them", xlabel="step", ylabel="energy")
+    figure.colorbar(mesh, ax=energy, extend="max")
+    return figure

@@ -65,14 +65,9 @@ def tiles(run: Run) -> Markup:
 
 def costs(run: Run) -> Markup:
     """Costs of the run against plain GRPO, and its evaluations."""
-    totals = run.summary()["ledger"]
-    works = pd.DataFrame(
-        [
-            [work.name, work.tokens, work.seconds, work.flops, work.plain_flops, work.times]
-            for work in against_plain(totals)
-        ],
-        columns=["work", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio"],
-    )
+    totals, names = run.summary()["ledger"], ["work", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio"]
+    compared = [[w.name, w.tokens, w.seconds, w.flops, w.plain_flops, w.times] for w in against_plain(totals)]
+    works = pd.DataFrame(compared, columns=names)
     works.loc[works["work"] == "total", "tokens"] = np.nan  # one token is rolled out and trained on
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
     evaluations = pd.DataFrame(rows, columns=heading)
@@ -107,7 +102,8 @@ def _next(name: str, is_number: bool, order: str | None) -> str | None:
 
 def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value and note of each number at the top."""
-    prompts, times = summary["prompts"], _times(summary)
+    prompts, times = summary["prompts"], dict.fromkeys(("rollouts", "updates", "total"), "–")
+    times |= {work.name: work.times for work in against_plain(summary["ledger"])}
     pass_rates = curve(run)["pass_rate"].dropna()  # NaN for a batch that pruning left empty
     first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
     return [
@@ -119,12 +115,6 @@ def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("groups trained on", percent(summary["selected"] / max(summary["groups"], 1)), f"of {summary['groups']:,}"),
         ("FLOPs of plain GRPO", times["total"], f"rollouts {times['rollouts']}, updates {times['updates']}"),
     ]
-
-
-def _times(summary: dict[str, Any]) -> dict[str, str]:
-    """FLOPs of rollouts, updates and all work, as multiples of plain GRPO's."""
-    shown = dict.fromkeys(("rollouts", "updates", "total"), "–")
-    return shown | {work.name: work.times for work in against_plain(summary["ledger"]) if work.name in shown}
 
 
 def _held_out_tile(name: str, accuracy: pd.Series) -> tuple[str, str, str]:
@@ -140,18 +130,12 @@ def brightest(shares: np.ndarray) -> float:
 
 def standing(run: Run) -> Markup:
     """Whether the run is training."""
-    return HTML.standing(_standing(run))
-
-
-def _standing(run: Run) -> dict[str, str]:
     status = run.status()
-    updated, left = status["updated"], status["seconds_left"]
-    return {
-        "state": status["state"],
-        "step": f"{status['steps']:,}" + (f" of {status['max_steps']:,}" if status["max_steps"] else ""),
-        "left": "" if left is None else tqdm.format_interval(left),
-        "updated": f"{datetime.fromtimestamp(updated):%Y-%m-%d %H:%M:%S}" if updated else "",
-    }
+    return HTML.standing(status, status["updated"] and datetime.fromtimestamp(status["updated"]), _left(status))
+
+
+def _left(status: dict[str, Any]) -> str:
+    return "" if status["seconds_left"] is None else f"{tqdm.format_interval(status['seconds_left'])} left"
 
 
 def settings(run: Run) -> Markup:
@@ -191,14 +175,14 @@ def run_row(run: Run) -> dict[str, Any]:
 
 @lru_cache(maxsize=1024)
 def _run_row(run: Run, version: tuple, state: str) -> dict[str, Any]:
-    summary, points, standing = run.summary(), curve(run), _standing(run)
+    summary, points, left = run.summary(), curve(run), _left(run.status())
     last = points.iloc[-1] if len(points) else dict.fromkeys(points, np.nan)
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
     groups, known = max(summary["groups"], 1), accuracies(run)
     run.close()  # of hundreds of runs, only those on the page are open
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
-        "state": f"{state}, {standing['left']} left" if standing["left"] else state,
+        "state": f"{state}, {left}" if left else state,
         "step": summary["steps"],
         **{name: float(line.iloc[-1]) for name, line in known.items()},
         "pass rate": float(last["pass_rate"]),
@@ -268,17 +252,11 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
     if frame.empty:
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
-    facts = {
-        **(json.loads(row["columns"]) if isinstance(row["columns"], str) else {}),
-        "visits": row["visits"],
-        "trained on": row["times_selected"],
-        "re-checks": row["rechecks"],
-        "difficulty D": number(row["difficulty"]),
-        "uncertainty u": number(row["uncertainty"]),
-        "momentum m": number(row["momentum"]),
-        "energy": number(row["energy"]),
-        "prompt id": prompt_id,
-    }
+    facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
+    facts |= {"visits": row["visits"], "trained on": row["times_selected"], "re-checks": row["rechecks"]}
+    for name in ("difficulty D", "uncertainty u", "momentum m", "energy"):
+        facts[name] = number(row[name.split()[0]])
+    facts["prompt id"] = prompt_id
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
     return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts)
 

@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 from ..record.evaluations import FOLDER, RESULT_FILES, interval_text
 from .policy import engine_of
 from .run import Evaluation
+from .votes import VoteHistory
 
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class Probe(TaskEvaluation):
 
     def __init__(self, trainer: Any, evaluation: Evaluation, every: int):
         super().__init__(trainer, evaluation, every)
-        self.history = trainer.vote_history
+        self.history = trainer.generation_step.histories["votes"] = VoteHistory()
         trainer.args.load_best_model_at_end = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):

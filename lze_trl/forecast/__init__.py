@@ -26,9 +26,7 @@ class Forecast:
     accuracy: Interval  # mean outcome of a completion
     gain: Interval  # mean outcome of the best of `best_of` completions, less that
     best_of: int
-    step: dict[
-        str, float
-    ]  # of plain GRPO: `rows`, `length`; where known seconds of `rollout` and `update`, and bytes of `memory`
+    step: dict[str, float]  # of plain GRPO: `rows`, `length`; seconds of `rollout` and `update`, bytes of `memory`
     prices: list[Price]
     chosen: Price | None  # `None` if nothing is to be saved
 
@@ -44,14 +42,9 @@ class Forecast:
         lines += [f"  because  {_percent(share)} {CAUSES[cause]}" for cause, share in self.causes.items()]
         constant = {name: "None" if np.isnan(value) else f"{value:g}" for name, value in sample.constant.items()}
         lines += [f"  the reward `{name}` was {value} for every completion" for name, value in constant.items()]
-        lines += [
-            "",
-            f"To gain\n  mean outcome {self.accuracy:.2f}; the best of {self.best_of} has {self.gain:+.2f} more",
-        ]
-        lines += [
-            "",
-            f"A step of plain GRPO\n  {number(step['rows'])} completions, {number(step['length'])} {sample.unit}",
-        ]
+        gain = f"mean outcome {self.accuracy:.2f}; the best of {self.best_of} has {self.gain:+.2f} more"
+        size = f"{number(step['rows'])} completions, {number(step['length'])} {sample.unit}"
+        lines += ["", "To gain", f"  {gain}", "", "A step of plain GRPO", f"  {size}"]
         if "rollout" in step:
             share = step["rollout"] / (step["rollout"] + step["update"])
             seconds = f"rollouts {step['rollout']:.2f} s, update {step['update']:.2f} s"
@@ -95,10 +88,9 @@ def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
 
 
 def _assumed(sample: GroupSample) -> list[str]:
-    horizon = sample.horizon
-    how = (
-        "with pass rates as they are now" if sample.binary else "with the graded groups as they are, without smoothing"
-    )
+    horizon, how = sample.horizon, "with the graded groups as they are, without smoothing"
+    if sample.binary:
+        how = "with pass rates as they are now"
     return [
         "A live group teaches the same, whichever strategy has drawn it.",
         f"While the model learns, live shares change by a factor of e^±{DRIFT}, and a seed's luck is e^±{LUCK} (one standard deviation each).",

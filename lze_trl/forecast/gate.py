@@ -39,9 +39,7 @@ class World:
         own, shape = self._of[prompts][:, np.newaxis], (len(prompts), size)
         order = np.argsort(rng.random((len(prompts), self._outcomes.shape[1])), axis=1)
         order = order[:, np.arange(size) % order.shape[1]]
-        outcomes, rewards, logprobs = (
-            values[own, order] for values in (self._outcomes, self._signals, self._logprobs)
-        )
+        outcomes, rewards, logprobs = self._outcomes[own, order], self._signals[own, order], self._logprobs[own, order]
         if self._rates is not None:
             seen, outcomes = outcomes, (rng.random(shape) < self._rates[prompts][:, np.newaxis]).astype(np.float64)
             rewards = outcomes

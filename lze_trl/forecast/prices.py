@@ -22,10 +22,7 @@ of when a run reaches plain GRPO's accuracy, by its seed. `exact` has plain GRPO
 GENERATION = 0.7  # share of plain GRPO's time that generation takes, where seconds are not known
 _WORTH = 0.9  # price from which a strategy is not worth the change
 _SIMULATIONS, _QUOTA = 6, 0.4  # of the gate; `selection_ratio` of `lze`
-_HALF, _MOST_LIVE = (
-    0.88,
-    0.9,
-)  # what a live group of half the size teaches, by kept runs; they have no higher live share
+_HALF, _MOST_LIVE = 0.88, 0.9  # what a live group of half the size teaches, by kept runs with fewer live groups
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,8 @@ def prices(sample: GroupSample, rng: np.random.Generator) -> list[Price]:
                 continue
             rollouts = rollouts / _HALF
             name, settings = f"{name}, twice the prompts", f"{settings}\nnum_generations: {group_size}"
-        found.append(
-            _price(sample, name, settings, luck * rollouts, luck * live * min(1.0, group_size / size / _HALF))
-        )
+        taught = live * min(1.0, group_size / size / _HALF)
+        found.append(_price(sample, name, settings, luck * rollouts, luck * taught))
     return [*found, _price(sample, "lze, 40 %", "strategy: lze", luck * np.maximum(1.0, live / _QUOTA), luck * live)]
 
 
@@ -70,9 +66,8 @@ def _price(sample: GroupSample, name: str, settings: str, rollouts: np.ndarray, 
     if costs is not None:
         share = costs.rollout / (costs.rollout + costs.update)
     tokens = (rollouts + updates * sample.iterations) / (1.0 + sample.iterations)
-    low, middle, high = np.quantile(
-        [rollouts, updates, tokens, share * rollouts + (1.0 - share) * updates], (0.1, 0.5, 0.9), axis=1
-    )
+    seconds = share * rollouts + (1.0 - share) * updates
+    low, middle, high = np.quantile([rollouts, updates, tokens, seconds], (0.1, 0.5, 0.9), axis=1)
     return Price(name, settings, *map(Interval, middle.tolist(), low.tolist(), high.tolist()))
 
 
@@ -82,8 +77,7 @@ def chosen(found: list[Price]) -> Price | None:
     `None` if it saves less than a tenth.
     """
     exact = next(price for price in found if price.name == "exact")
-    better = [
-        price for price in found if price.seconds.high < 1.0 and price.seconds.value < _WORTH * exact.seconds.value
-    ]
+    limit = _WORTH * exact.seconds.value
+    better = [price for price in found if price.seconds.high < 1.0 and price.seconds.value < limit]
     best = min(better, key=lambda price: price.seconds.value, default=exact)
     return best if best.seconds.value <= _WORTH else None

@@ -54,19 +54,18 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
         ledger, each = step.ledger, step.ledger.rows_rolled_out
         update = update / drawn[-1].num_rows + ledger.logprob_seconds / each
         costs = Costs(ledger.rollout_seconds / each, update, torch.cuda.max_memory_allocated() if gpu else None)
-        joined = _joined(drawn)
+        first = np.cumsum([0, *(batch.num_groups for batch in drawn)])
+        groups = [batch.group + start for batch, start in zip(drawn, first, strict=False)]
+        parts = [Batch(d.prompts, d.rows.with_columns(group=own)) for d, own in zip(drawn, groups, strict=True)]
+        joined = Batch.join(parts, Table(prompt_ids=np.arange(first[-1])))
         joined = joined.with_rows(outcomes=view.prompt_state.range.outcomes(joined.scores))
     batches = args.num_train_epochs * (known or len(rows)) / per_batch
     if args.max_steps > 0:
         batches = args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
     horizon = Horizon(known or max(len(rows), round(batches * per_batch)), per_batch, max(1, round(batches)))
-    facts = {
-        "iterations": args.num_iterations,
-        "constant": constant_rewards(trainer.reward_func_names, joined.rewards_per_func),
-    }
-    return GroupSample(
-        joined, causes(joined), f"{len(rows)} prompts rolled out by the policy of now", horizon, costs, **facts
-    )
+    constant = constant_rewards(trainer.reward_func_names, joined.rewards_per_func)
+    source, iterations = f"{len(rows)} prompts rolled out by the policy of now", args.num_iterations
+    return GroupSample(joined, causes(joined), source, horizon, costs, iterations=iterations, constant=constant)
 
 
 def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:
@@ -87,12 +86,3 @@ def _seconds_of_update(view: Any) -> float:
         torch.cuda.synchronize()
     view.model.zero_grad()
     return time.perf_counter() - begin
-
-
-def _joined(drawn: list[Batch]) -> Batch:
-    """Batches as one."""
-    first = np.cumsum([0, *(batch.num_groups for batch in drawn)])
-    names = set.intersection(*(set(vars(batch.rows)) for batch in drawn))
-    columns = {name: np.concatenate([getattr(batch, name) for batch in drawn]) for name in names}
-    columns["group"] = np.concatenate([batch.group + start for batch, start in zip(drawn, first, strict=False)])
-    return Batch(Table(prompt_ids=np.arange(first[-1])), Table(**columns))

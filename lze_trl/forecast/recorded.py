@@ -65,9 +65,9 @@ def _of_run(run: Run) -> GroupSample:
         costs = Costs(ledger["rollout_seconds"] / ledger["rows_rolled_out"], update)
     per_batch = max(1, round(summary["groups"] / summary["generations"]))
     horizon = Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"])
-    facts: dict[str, Any] = {"iterations": int(settings.get("num_iterations") or 1), "settled": binary}
-    facts["constant"] = constant_rewards(run.meta.reward_labels, rewards)
-    return GroupSample(batch, why, f"The run `{run.name}`", horizon, costs, **facts)
+    constant, iterations = constant_rewards(run.meta.reward_labels, rewards), int(settings.get("num_iterations") or 1)
+    source = f"The run `{run.name}`"
+    return GroupSample(batch, why, source, horizon, costs, iterations=iterations, constant=constant, settled=binary)
 
 
 def _of_logs(folder: Path, reward: str | None) -> GroupSample:
@@ -103,11 +103,8 @@ def read_logs(folder: Path) -> pd.DataFrame:
         MissingTelemetryError: There are no logs, or no completion in them.
         TelemetryError: One cannot be read.
     """
-    files = sorted(
-        [*folder.glob(_LOGS), *folder.glob(f"completions/{_LOGS}")], key=lambda path: (len(path.name), path.name)
-    )
-    logs: list[pd.DataFrame] = []
-    for path in files:
+    files, logs = [*folder.glob(_LOGS), *folder.glob(f"completions/{_LOGS}")], list[pd.DataFrame]()
+    for path in sorted(files, key=lambda path: (len(path.name), path.name)):
         try:
             log = pd.DataFrame(pq.read_table(path, partitioning=None).to_pylist())
         except (OSError, ValueError) as error:

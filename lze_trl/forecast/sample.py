@@ -35,15 +35,12 @@ class GroupSample:
     costs: Costs | None = None  # `None` where they are not known
     unit: str = "tokens"  # of lengths; or characters
     iterations: int = 1  # updates with each completion
-    constant: dict[str, float] = field(
-        default_factory=dict
-    )  # reward functions that never differed: value, or NaN for None
+    constant: dict[str, float] = field(default_factory=dict)  # rewards that never differed, NaN for None
     settled: bool = True  # whether the values of single completions are known
 
     def __post_init__(self):
-        self.batch = self.batch.with_rows(
-            outcomes=np.nan_to_num(self.batch.outcomes)
-        )  # without a reward, nothing is passed
+        # Without a reward, nothing is passed
+        self.batch = self.batch.with_rows(outcomes=np.nan_to_num(self.batch.outcomes))
 
     @property
     def size(self) -> int:

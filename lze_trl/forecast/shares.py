@@ -46,9 +46,8 @@ def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
     def loss(logs: np.ndarray) -> float:
         a, b = np.exp(logs)
         likelihood = (betaln(passes + a, sizes - passes + b) - betaln(a, b)).sum()
-        return float(
-            -likelihood + 0.05 * (logs**2).sum()
-        )  # a weak prior: all prompts alike have no highest likelihood
+        # With a weak prior: all prompts alike have no highest likelihood
+        return float(0.05 * (logs**2).sum() - likelihood)
 
     a, b = np.exp(minimize(loss, np.zeros(2), method="L-BFGS-B", bounds=[(-7.0, 7.0)] * 2).x)
     return float(a), float(b)

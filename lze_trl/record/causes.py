@@ -30,11 +30,7 @@ def causes(batch: Batch, same_text: np.ndarray | None = None) -> np.ndarray:
     lowest, highest = extremes(batch.outcomes, group, count)
     unscored = ~np.isfinite(lowest)
     values = np.unique(batch.rewards[~np.isnan(batch.rewards)])
-    cut_off = (
-        np.bincount(group, batch.rows.cut_off, minlength=count) == batch.sizes
-        if "cut_off" in batch.rows
-        else np.zeros(count, dtype=bool)
-    )
+    cut_off = batch.rows.cut_off if "cut_off" in batch.rows else np.zeros(len(group))
     if same_text is None:
         low, high = extremes(batch.logprobs, group, count)
         with np.errstate(invalid="ignore"):
@@ -45,7 +41,7 @@ def causes(batch: Batch, same_text: np.ndarray | None = None) -> np.ndarray:
         "weights": weighted_away,
         "solved": lowest == 1.0,
         "constant": np.full(count, len(values) == 1 and values[0] not in (0.0, 1.0)),
-        "cut_off": cut_off,
+        "cut_off": np.bincount(group, cut_off, minlength=count) == batch.sizes,
         "same_text": same_text,
         "hopeless": highest == 0.0,
     }

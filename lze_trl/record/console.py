@@ -32,12 +32,6 @@ _SHOWN = (
 )
 
 
-def log_line(step: int, logs: dict[str, Any]) -> str:
-    """One line for the metrics of a log, or an empty one if none of those shown is among them."""
-    shown = [f"{label} {form.format(float(logs[name]))}" for name, label, form in _SHOWN if logs.get(name) is not None]
-    return f"step {step:>5}  " + "  ".join(shown) if shown else ""
-
-
 class ProgressBar(ProgressCallback):
     """The progress bar of transformers, without the dictionary of some 50 metrics at each log."""
 
@@ -59,19 +53,19 @@ class RunSummary(TrainerCallback):
     flush: Callable[[], None]  # writes what is missing in its telemetry
     accuracy_metric: str
     write_report: Callable[[Path], Path]  # of a run's folder
-    advice: Callable[[bool], dict[str, str]] = lambda ended: {}
+    advice: Callable[[bool], dict[str, str]]
     ends_with_training: bool = True  # a recipe's run goes on to evaluate and save the model
     _advised: set[str] = field(default_factory=set)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
-        line = log_line(state.global_step, logs or {})
-        if line and state.is_world_process_zero:
-            tqdm.write(line)  # above the progress bar, if there is one
-            advice = self.advice(False)
-            for cause in advice:
+        known = [(label, form, logs[name]) for name, label, form in _SHOWN if logs and logs.get(name) is not None]
+        if known and state.is_world_process_zero:
+            line = "  ".join(f"{label} {form.format(float(value))}" for label, form, value in known)
+            tqdm.write(f"step {state.global_step:>5}  {line}")  # above the progress bar, if there is one
+            for cause, sentence in self.advice(False).items():
                 if cause not in self._advised:
-                    tqdm.write(f"advice: {advice[cause]}")
-            self._advised |= advice.keys()
+                    tqdm.write(f"advice: {sentence}")
+                    self._advised.add(cause)
             sys.stdout.flush()  # a log file is read while it grows
 
     def on_train_end(self, args, state, control, **kwargs: Any):
@@ -87,12 +81,11 @@ class RunSummary(TrainerCallback):
         files: dict[str, Path | str] = {"telemetry": run_dir / "telemetry"}
         try:
             report = self.write_report(run_dir)
+            files |= {"report": report, "picture": report.with_name("summary.png")}
         except Exception as error:  # nothing that goes wrong here may cost what comes next
-            logger.warning(
-                "No report was written: %r. It needs lze_trl[app]; try again with `lze-trl report %s`.", error, run_dir
-            )
-            return files
-        return files | {"report": report, "picture": report.with_name("summary.png")}
+            again = f"It needs lze_trl[app]; try again with `lze-trl report {run_dir}`."
+            logger.warning("No report was written: %r. %s", error, again)
+        return files
 
     def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
         """Print what the run did and cost, its evaluations, and where its files are."""
@@ -129,7 +122,6 @@ def summary_lines(savings: dict[str, float], accuracy: dict[str, float | None]) 
         f"{label}: {savings[f'groups_{name}']:,.0f} groups, {savings[f'rows_{name}']:,.0f} completions"
         for label, name in (("Rolled out", "rolled_out"), ("Trained on", "trained"))
     ]
-    lines += [headline(savings), skipped_visits(savings)]
-    if shown := [f"{value:.3f} {when} the training" for when, value in accuracy.items() if value is not None]:
-        lines.append(f"Sampled accuracy on held-out prompts: {', '.join(shown)}")
-    return lines
+    shown = [f"{value:.3f} {when} the training" for when, value in accuracy.items() if value is not None]
+    sampled = [f"Sampled accuracy on held-out prompts: {', '.join(shown)}"] if shown else []
+    return [*lines, headline(savings), skipped_visits(savings), *sampled]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..batch import Batch, Table, group_mean
+from ..batch import Batch, group_mean
 
 
 if TYPE_CHECKING:  # readers of a recording need no torch
@@ -64,11 +64,11 @@ class Ledger:
     rows_trained: int = 0
     rollout_tokens: int = 0
     update_tokens: int = 0  # once for every iteration over the batch
-    logprob_passes: int = 0  # forward passes of plain GRPO for old and reference log-probabilities
-    logprob_tokens: int = 0  # of the passes that were made
+    logprob_passes: int = 0  # forward passes for old and reference log-probabilities
+    logprob_tokens: int = 0  # of these passes
     iterations: int = 1  # over a generation batch
     plain_rows: int = 0  # `generation_batch_size` a batch
-    plain_tokens: float = 0.0  # as `account` estimates them
+    plain_tokens: float = 0.0  # as `add` estimates them
     rows_given_up: int = 0  # completions that were begun for a batch that no update followed
     skipped_updates: int = 0  # optimizer steps in which nothing was worth a gradient
     rollout_seconds: float = 0.0  # generation and reward functions
@@ -92,12 +92,27 @@ class Ledger:
         name = f"{kind}_seconds"
         setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
-    def add_plain(self, rows: int, row_tokens: float | None):
-        """Add the completions of plain GRPO for a batch; without their mean tokens, they have those of the run so far."""
-        if row_tokens is None:
-            row_tokens = self.plain_tokens / max(self.plain_rows, 1)
-        self.plain_rows += rows
-        self.plain_tokens += rows * row_tokens
+    def add(self, plain_rows: int, drawn: Batch | None = None, chosen: np.ndarray | None = None):
+        """
+        Add a generation batch: what was `drawn` and scored, and the `chosen` rows, which are trained on; nothing where pruning left
+        nothing. Plain GRPO draws as many completions of every prompt, so its `plain_rows` are taken to be as long as the mean of the
+        groups' mean lengths, in a batch without groups as long as those of the run so far.
+        """
+        row_tokens = self.plain_tokens / max(self.plain_rows, 1)
+        if drawn is not None and chosen is not None:
+            tokens = drawn.prompt_tokens + drawn.completion_tokens
+            row_tokens = float(np.nanmean(group_mean(tokens, drawn.group, drawn.num_groups)))
+            chosen_tokens = int(tokens[chosen].sum())
+            self.groups_rolled_out += drawn.num_groups
+            self.groups_trained += len(np.unique(drawn.group[chosen]))
+            self.groups_dead += int((~drawn.alive).sum())
+            self.rows_rolled_out += drawn.num_rows
+            self.rows_trained += len(chosen)
+            self.rollout_tokens += int(tokens.sum())
+            self.update_tokens += chosen_tokens * self.iterations
+            self.logprob_tokens += chosen_tokens * self.logprob_passes
+        self.plain_rows += plain_rows
+        self.plain_tokens += plain_rows * row_tokens
 
     def summary(self, cost: TokenCost) -> dict[str, float]:
         """Totals with FLOPs, and the FLOPs of plain GRPO, as [`against_plain`] takes them."""
@@ -138,17 +153,12 @@ def times(ratio: float) -> str:
     return "–" if math.isnan(ratio) else f"{ratio:.2f} ×"
 
 
-def taught_nothing(totals: dict[str, float]) -> bool:
-    """Whether a run has trained on no completion so far."""
-    return totals.get("plain_rows", 0) > 0 and totals.get("update_tokens") == 0
-
-
 def against_plain(totals: dict[str, float]) -> list[Work]:
     """
     Compare the totals of a run with plain GRPO for the same number of optimizer steps: each kind of work, and the total. Empty
     if nothing was trained on. Visits that pruning skipped are no part of it.
     """
-    if taught_nothing(totals):
+    if totals.get("plain_rows") and not totals.get("update_tokens"):
         return []
     works = [
         Work(name, *(totals.get(total, 0.0) for total in (*(f"{kind}_{u}" for u in UNITS), f"plain_{kind}_flops")))
@@ -194,21 +204,3 @@ def headline(totals: dict[str, float]) -> str:
 def skipped_visits(totals: dict[str, float]) -> str:
     """What pruning kept out of the passes, in one sentence."""
     return f"Visits skipped: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."
-
-
-def account(ledger: Ledger, drawn: Batch, groups: Table, chosen: np.ndarray, batch_rows: int, logprob_passes: int):
-    """
-    Add a generation batch: what was `drawn`, its scored groups, and the `chosen` rows, which are trained on. Plain GRPO draws
-    as many completions of every prompt, so its `batch_rows` are taken to be as long as the mean of the groups' mean lengths.
-    """
-    drawn_tokens = drawn.prompt_tokens + drawn.completion_tokens
-    chosen_tokens = int(drawn_tokens[chosen].sum())
-    ledger.add_plain(batch_rows, float(np.nanmean(group_mean(drawn_tokens, drawn.group, drawn.num_groups))))
-    ledger.groups_rolled_out += len(groups)
-    ledger.groups_trained += len(np.unique(drawn.group[chosen]))
-    ledger.groups_dead += int((~groups.alive).sum())
-    ledger.rows_rolled_out += drawn.num_rows
-    ledger.rows_trained += len(chosen)
-    ledger.rollout_tokens += int(drawn_tokens.sum())
-    ledger.update_tokens += chosen_tokens * ledger.iterations
-    ledger.logprob_tokens += chosen_tokens * logprob_passes

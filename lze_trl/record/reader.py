@@ -106,11 +106,10 @@ class Run:
         if self._database is None:
             self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
             # In the cache of the Hub, files are links to another folder
-            folders = {
-                f"{folder}{os.sep}" for folder in (self.directory, (self.directory / META_FILE).resolve().parent)
-            }
+            folders = self.directory, (self.directory / META_FILE).resolve().parent
+            allowed = ", ".join(_quoted(f"{folder}{os.sep}") for folder in folders)
             self._database.execute(f"""SET parquet_metadata_cache = true;
-                SET allowed_directories = [{", ".join(map(_quoted, folders))}]; SET enable_external_access = false;
+                SET allowed_directories = [{allowed}]; SET enable_external_access = false;
                 SET lock_configuration = true""")
         for table, types in SQL_TYPES.items():
             # Columns that no file has are NULL, and values of another type are refused when they are read
@@ -120,9 +119,8 @@ class Run:
             if self._parts[table]:
                 # No folder above them that is named `key=value` adds a column
                 files = ", ".join(_quoted(str(path)) for path in self._parts[table])
-                rows += (
-                    f" UNION ALL BY NAME FROM read_parquet([{files}], union_by_name = true, hive_partitioning = false)"
-                )
+                files = f"[{files}], union_by_name = true, hive_partitioning = false"
+                rows += f" UNION ALL BY NAME FROM read_parquet({files})"
             query = f"SELECT * REPLACE ({casts}) FROM ({rows})"
             if table == "steps":
                 # What was logged in the middle of a generation batch, behind its checkpoint, a resumed run logs again

@@ -12,6 +12,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
+from .schema import Meta
 from .tables import GenerationRecord, plain_text
 from .writer import TelemetryWriter
 
@@ -61,7 +62,7 @@ class Recorder:
         if prompts:
             prompts, rows = self._with_text(prompts, rows, batch, generation)
         if writer := self._open(generation):
-            facts |= {"reward_names": self.reward_names, "ledger": self.totals()}
+            facts |= {"ledger": self.totals()}
             writer.record(GenerationRecord(generation=generation, prompts=prompts, rows=rows, **facts))
 
     def record_step(self, step: int, generation: int, logs: dict[str, Any]):
@@ -90,13 +91,9 @@ class Recorder:
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
             topics, defaults = topics_of(type(self.args)), _flat(self.args.defaults())
             settings = _flat({name: value for name, value in self.args.to_dict().items() if name != "hub_token"})
-            self._writer = TelemetryWriter(
-                self.args.output_dir,
-                self.args.telemetry_completions,
-                settings | self.described,
-                resumed_generation=generation or None,
-                known={name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()},
-            )
+            known = {name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()}
+            meta = Meta(settings | self.described, self.reward_names, known)
+            self._writer = TelemetryWriter(self.args.output_dir, meta, resumed_generation=generation or None)
         return self._writer
 
     def _with_text(
@@ -143,7 +140,8 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
     """Columns of a dataset row that a table can hold: level, subject, gold answer, …; a number as `prompt_id` is left out."""
     hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
-    return {name: value for name, value in row.items() if name not in hidden and _is_simple(value)}
+    simple = str, int, float, type(None)
+    return {name: value for name, value in row.items() if name not in hidden and isinstance(value, simple)}
 
 
 def _thumbnails(row: dict[str, Any]) -> str:
@@ -158,7 +156,3 @@ def _data_url(image: Any) -> str:
     file = BytesIO()
     image.convert("RGB").save(file, "PNG")
     return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
-
-
-def _is_simple(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float))

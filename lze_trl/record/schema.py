@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
+from ..version import __version__
 
 
 SCHEMA_VERSION = 3
@@ -62,20 +63,21 @@ class Meta:
     """Content of `meta.json`."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    completions: str = "none"  # which ones are recorded
     reward_names: list[str] = field(default_factory=list)  # in the order of the `rewards` columns
-    energy_max: float = 1.3  # upper end of the energy histogram, 1 + α
-    schema_version: int = SCHEMA_VERSION
-    package_version: str = ""  # of the package that wrote the files
     known: dict[str, list[Any]] = field(default_factory=dict)  # topic and default of each setting that has them
+    schema_version: int = SCHEMA_VERSION
+    package_version: str = __version__  # of the package that wrote the files
+
+    @property
+    def energy_max(self) -> float:
+        """Upper end of the energy histogram, 1 + α."""
+        return 1.0 + float(self.settings.get("selector_kwargs.momentum_weight", 0.3))
 
     @property
     def reward_labels(self) -> list[str]:
         """`reward_names` with a number where one occurs again: `reward`, `reward (2)`."""
-        counts = [self.reward_names[: place + 1].count(name) for place, name in enumerate(self.reward_names)]
-        return [
-            name if count == 1 else f"{name} ({count})" for name, count in zip(self.reward_names, counts, strict=True)
-        ]
+        earlier = [self.reward_names[:place].count(name) for place, name in enumerate(self.reward_names)]
+        return [f"{name} ({n + 1})" if n else name for name, n in zip(self.reward_names, earlier, strict=True)]
 
     def write(self, directory: Path):
         """Write the file atomically."""
@@ -89,8 +91,7 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
-                content.setdefault("known", {})  # which an earlier version did not write
-                return cls(**{own.name: content[own.name] for own in fields(cls)})
+                return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
         except FileNotFoundError:
             raise MissingTelemetryError(
                 "Nothing has been recorded here yet. A training with `telemetry=True` appears as soon as its first "

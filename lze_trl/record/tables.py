@@ -1,4 +1,4 @@
-"""From a generation batch to the rows of every table."""
+"""From a generation batch to its metrics, and to the rows of every table."""
 
 import json
 from dataclasses import dataclass, field
@@ -27,7 +27,6 @@ class GenerationRecord:
     step: int  # optimizer step
     prompts: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
-    reward_names: list[str] = field(default_factory=list)  # of the F reward functions
     pass_index: int = 0  # pass over the data
     skipped: int = 0  # prompts of the batch that pruning left without rollouts
     ledger: dict[str, float] = field(default_factory=dict)  # cumulative work, see [`Ledger.summary`]
@@ -37,23 +36,31 @@ class GenerationRecord:
         return len(self.prompts.get("prompt_id", ()))
 
 
-COLUMNS = {
+# Columns of a batch that are recorded by another name
+_PROMPT_COLUMNS = {
     "prompt_ids": "prompt_id",
     "sizes": "size",
     "pass_rates": "pass_rate",
     "first_pass_rates": "first_pass_rate",
     "energies": "energy",
 }
-"""Prompt columns of a batch that are recorded by another name."""
 _ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": "rewards"}
 # Other columns follow from these, or only serve the training
 _NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "chances", "confidence")
 _NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "prompt_tokens", "owner", "place", "shuffled")
+# Of a batch of which pruning has left nothing
+_NO_COUNTS: dict[str, Any] = {
+    "rows": 0,
+    "selected": 0,
+    "dead": 0,
+    "replayed": 0,
+    "energy_histogram": [0] * NUM_ENERGY_BINS,
+}
 
 
 def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:
     """Prompt columns of a generation batch: its groups, and `more`, such as `selected` and `pruned`."""
-    own = {COLUMNS.get(name, name): v for name, v in vars(groups).items() if name not in _NO_PROMPT_COLUMNS}
+    own = {_PROMPT_COLUMNS.get(name, name): v for name, v in vars(groups).items() if name not in _NO_PROMPT_COLUMNS}
     return own | {"dead": ~groups.alive} | more
 
 
@@ -62,16 +69,33 @@ def row_columns(batch: Batch) -> dict[str, np.ndarray]:
     return {_ROW_COLUMNS.get(name, name): v for name, v in vars(batch.rows).items() if name not in _NO_ROW_COLUMNS}
 
 
+def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
+    """Metrics of the groups of a generation batch, and of those `chosen`, bool of shape `(P,)`, for the log."""
+    return {
+        "pass_rate": _mean(groups.pass_rates),
+        "energy": groups.energies.mean(),
+        "groups": len(groups),
+        "group_size": groups.sizes.mean(),
+        "selected_share": chosen.mean(),
+        "dead_share": (~groups.alive).mean(),
+        "solved_share": groups.solved.mean(),
+        "replayed_share": groups.replayed.mean(),
+        "forgotten": groups.forgotten.sum(),
+        **({"selected_pass_rate": _mean(groups.pass_rates[chosen])} if chosen.any() else {}),
+    }
+
+
 def tables_of(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
     """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
     prompts, rows = record.prompts, record.rows
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
     ledger = pa.array([list(record.ledger.items())], pa.map_(pa.string(), pa.float64()))
+    summary |= _counts(prompts, rows, energy_max) if len(record) else _NO_COUNTS
+    generations = to_table({name: [value] for name, value in summary.items()})
+    tables = {"generations": generations.append_column("ledger", ledger)}
     if not len(record):
-        zeros: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "replayed"), 0)
-        counts = zeros | {"energy_histogram": [0] * NUM_ENERGY_BINS}
-        return {"generations": _one_row(summary | counts).append_column("ledger", ledger)}
+        return tables
     group, count = rows["group"], len(record)
     derived = {
         "position": np.arange(count),  # selectors see the groups in this order
@@ -80,10 +104,7 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
         "loss_tokens": np.bincount(group, rows["loss_tokens"], minlength=count),
     }
     own = {name: values for name, values in prompts.items() if name not in ("text", "columns", "images")}
-    tables = {
-        "groups": to_table(facts | own | derived),
-        "generations": _one_row(summary | _counts(prompts, rows, energy_max)).append_column("ledger", ledger),
-    }
+    tables["groups"] = to_table(facts | own | derived)
     new = np.array([id not in known for id in prompts["prompt_id"].tolist()])
     if new.any():
         tables["prompts"] = to_table(
@@ -116,10 +137,6 @@ def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], energy_
         "energy_mean": _mean(prompts["energy"]),
         "energy_histogram": np.histogram(energies, bins=NUM_ENERGY_BINS, range=(0.0, energy_max))[0],
     }
-
-
-def _one_row(row: dict[str, Any]) -> pa.Table:
-    return to_table({name: [value] for name, value in row.items()})
 
 
 def to_table(columns: dict[str, Any]) -> pa.Table:

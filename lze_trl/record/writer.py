@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..files import write_atomically
-from ..version import __version__
 from .schema import DIRECTORY, RENEWED_SECONDS, SQL_TYPES, Meta, MissingTelemetryError, Status, TelemetryError
 from .tables import GenerationRecord, tables_of, to_table
 
@@ -49,35 +48,29 @@ class TelemetryWriter:
     changed. Failing writes are logged and tried again; they never stop the training.
 
     `resumed_generation` is the first generation batch that a resumed run records: rows of later batches, which a crashed run
-    left, are removed. Telemetry of another run that the folder holds is moved aside. `known` has topic and default of each setting.
+    left, are removed. Telemetry of another run that the folder holds is moved aside.
     """
 
     def __init__(
         self,
         directory: str | Path,
-        completions: Literal["none", "sampled", "all"] = "sampled",
-        settings: dict[str, Any] | None = None,
+        meta: Meta,
         resumed_generation: int | None = None,
         flush_seconds: float = 0.75,
-        known: dict[str, list[Any]] | None = None,
     ):
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
-        energy_max = 1.0 + float((settings or {}).get("selector_kwargs.momentum_weight", 0.3))
-        self._meta = Meta(
-            settings or {}, completions, energy_max=energy_max, package_version=__version__, known=known or {}
-        )
         try:
             if resumed_generation is None:
                 raise MissingTelemetryError
-            self._meta.reward_names = Meta.read(self.directory).reward_names
+            Meta.read(self.directory)
             _remove_rows(self.directory, resumed_generation)
         except TelemetryError:  # of another run or version, or damaged
             _move_aside(self.directory)
         self._known = _recorded_prompts(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._meta.write(self.directory)
-        self._named = self._meta.reward_names  # in the settings file
+        meta.write(self.directory)
+        self._energy_max = meta.energy_max
         before = Status.read(self.directory)
         self._status = Status("running", max_steps=before.max_steps, advice=before.advice)
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
@@ -94,10 +87,9 @@ class TelemetryWriter:
         now = time.time()
 
         def rows() -> dict[str, pa.Table]:
-            tables = tables_of(record, now, self._meta.energy_max, self._known)
+            tables = tables_of(record, now, self._energy_max, self._known)
             self._known.update(record.prompts["prompt_id"].tolist() if len(record) else ())
             self._status.max_steps = record.max_steps
-            self._meta.reward_names = record.reward_names
             return tables
 
         self._last_generation = record.generation
@@ -128,9 +120,7 @@ class TelemetryWriter:
                 self._failing = True
 
     def close(self, state: str = "finished"):
-        """Write what is queued and how the run has ended, and stop the background thread. May be called twice."""
-        if self._closing.is_set():
-            return
+        """Write what is queued and how the run has ended, and stop the background thread."""
         self._closing.set()
         self._thread.join()
         self.flush()
@@ -165,9 +155,6 @@ class TelemetryWriter:
                 continue
             for table, rows in tables.items():
                 self._rows[table].append(rows)
-        if self._meta.reward_names != self._named:
-            self._meta.write(self.directory)
-            self._named = self._meta.reward_names
         self._write_rows()
 
     def _write_rows(self):

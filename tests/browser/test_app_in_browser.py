@@ -18,10 +18,11 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app.charts import METRICS
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
-from lze_trl.record import TelemetryWriter, open_run
+from lze_trl.record import Meta, TelemetryWriter, open_run
 from lze_trl.record.curves import curve
 from lze_trl.record.ledger import PLAIN, against_plain
 from lze_trl.record.schema import STATUS_FILE
+from test_telemetry import wait_for
 
 from .conftest import serve
 
@@ -58,14 +59,6 @@ def open_tab(page, name):
     else:  # a narrow page has a menu for what does not fit
         page.locator(".overflow-menu > button").click()
         page.locator(".overflow-dropdown").get_by_text(name).click()
-
-
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail("The page did not change in time.")
-        time.sleep(0.05)
 
 
 def search(page, text):
@@ -107,33 +100,31 @@ def titles(page):
     return page.locator(".js-plotly-plot:visible .gtitle").all_text_contents()
 
 
-def test_overview_agrees_with_the_files(page, address, runs):
+def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, runs):
     requests = []
     page.on("request", lambda request: requests.append(request.url))
     open_page(page, address)
     page.wait_for_selector(".lze-tiles")
     summary = open_run(runs / "lze-a").summary()
     tiles = page.evaluate(TILES)
-    assert tiles["groups trained on"] == [
-        f"{100 * summary['selected'] / summary['groups']:.1f} %",
-        f"of {summary['groups']:,}",
-    ]
+    share = f"{100 * summary['selected'] / summary['groups']:.1f} %"
+    assert tiles["groups trained on"] == [share, f"of {summary['groups']:,}"]
     assert f"{summary['prompts']['frontier']} on the frontier" in tiles["prompts seen"][1]
     rollouts, _, updates, total = (work.times for work in against_plain(summary["ledger"]))
     assert tiles["FLOPs of plain GRPO"] == [total, f"rollouts {rollouts}, updates {updates}"]
     assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
-    wait_for(
-        lambda: (
-            titles(page)
-            == ["Pass rate", "Held-out accuracy", "Reward", "Energy of the groups (below 0: dead)", "Shares"]
-        )
-    )
+    expected = ["Pass rate", "Held-out accuracy", "Reward", "Energy of the groups (below 0: dead)", "Shares"]
+    wait_for(lambda: titles(page) == expected)
+    page.get_by_role("button", name="What other strategies would cost").click()
+    page.get_by_role("button", name="Forecast").click()
+    told = page.locator("#lze-forecast")
+    wait_for(lambda: told.count() and "Price to plain GRPO's accuracy" in told.inner_text(), seconds=120)
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []  # it works offline
 
 
 def test_page_follows_a_run(page, tmp_path):
     training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
-    writer = TelemetryWriter(tmp_path / "live", completions="all", settings=training.settings)
+    writer = TelemetryWriter(tmp_path / "live", training.meta)
     records = training.generations(10_000)
     writer.record(next(records))
     writer.flush()
@@ -234,11 +225,8 @@ def test_prompts_are_searched_and_opened(page, address, runs):
         choose(page, "#lze-state", state)
         wait_for(lambda state=state: found.inner_text().strip() == f"{counts[state]} prompts.")
         wait_for(lambda state=state: {row[0] for row in cells(page, "#lze-prompts").values()} == {state})
-        wait_for(
-            lambda state=state: (
-                set(shown_lines(page.locator("#lze-scatter .js-plotly-plot"))) == {f"{state} ({counts[state]})"}
-            )
-        )
+        names, scatter = {f"{state} ({counts[state]})"}, page.locator("#lze-scatter .js-plotly-plot")
+        wait_for(lambda names=names, scatter=scatter: set(shown_lines(scatter)) == names)
     choose(page, "#lze-state", "all")
     search(page, "geometry")
     expected = sum(run.prompt_counts("geometry").values())
@@ -258,7 +246,7 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     assert str(prompts.prompt_id[2]) in detail.inner_text()
     # An earlier visit
     earlier = (
-        """SELECT DISTINCT step + 1 AS step FROM completions WHERE prompt_id = ? ORDER BY step DESC LIMIT 1 OFFSET 2"""
+        "SELECT DISTINCT step + 1 AS step FROM completions WHERE prompt_id = ? ORDER BY step DESC OFFSET 2 LIMIT 1"
     )
     step = run.sql(earlier, [int(prompts.prompt_id[2])]).step.item()
     page.locator("#lze-visit input").click()
@@ -318,8 +306,7 @@ def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     record.prompts["text"][:] = NASTY
     record.rows["completion"][:] = NASTY
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
-    record.reward_names = [NASTY, "b"]
-    writer = TelemetryWriter(tmp_path / "nasty", completions="all", settings={NASTY: NASTY})
+    writer = TelemetryWriter(tmp_path / "nasty", Meta({NASTY: NASTY}, [NASTY, "b"]))
     writer.record(record)
     writer.close()
     with serve(tmp_path / "nasty") as address:
@@ -401,11 +388,3 @@ def test_readable_on_a_phone(browser, address):
     places = [page.locator(place).bounding_box()["y"] for place in ("#lze-prompts", "#lze-detail", "#lze-scatter")]
     assert places == sorted(places)
     context.close()
-
-
-def test_the_overview_forecasts_from_the_run(page, address, runs):
-    open_page(page, address)
-    page.get_by_role("button", name="What other strategies would cost").click()
-    page.get_by_role("button", name="Forecast").click()
-    told = page.locator("#lze-forecast")
-    wait_for(lambda: told.count() and "Price to plain GRPO's accuracy" in told.inner_text(), seconds=120)

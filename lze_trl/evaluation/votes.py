@@ -12,15 +12,9 @@ from typing import Any
 import numpy as np
 
 
-PATIENCE = 2
-"""Probes in a row that are worse than the best by two standard errors, or have too wide a gap, before training stops."""
-
-CONCENTRATION = 0.2
-"""Share of the groups with the same winner that is too large, unless a third of it was usual."""
-
-GAP = 0.15
-"""How much wider than at the start the mean share may be above the accuracy."""
-
+_PATIENCE = 2  # probes in a row that are worse than the best by two standard errors, or have too wide a gap
+_CONCENTRATION = 0.2  # share of the groups with the same winner that is too large, unless a third of it was usual
+_GAP = 0.15  # how much wider than at the start the mean share may be above the accuracy
 _FIRST = 10  # generation batches that say what concentration is usual
 _BATCHES = 3  # in a row that are more concentrated
 _FEWEST = 4  # groups of a batch in which the same answer is no chance
@@ -72,15 +66,15 @@ class VoteHistory:
         return self._fallen() or self._concentrated() or self._overconfident()
 
     def _fallen(self) -> str | None:
-        latest = self.probes[-PATIENCE:]
-        if len(latest) < PATIENCE:
+        latest = self.probes[-_PATIENCE:]
+        if len(latest) < _PATIENCE:
             return None
         step, _, best, error = max(self.probes, key=lambda probe: probe[2])
         if any(probe[2] >= best - _ERRORS * error for probe in latest):
             return None
         return (
             f"accuracy: on the probe set it was {best:.1%} at step {step:.0f}, and is lower by more than two standard errors "
-            f"at {PATIENCE} probes in a row, now {latest[-1][2]:.1%}"
+            f"at {_PATIENCE} probes in a row, now {latest[-1][2]:.1%}"
         )
 
     def _concentrated(self) -> str | None:
@@ -89,17 +83,17 @@ class VoteHistory:
             return None
         first, limit = self.concentrations[:_FIRST], _ALMOST_ALL
         if len(self.concentrations) > _FIRST and np.isfinite(first).any():
-            limit = min(limit, max(CONCENTRATION, 3.0 * float(np.nanmean(first))))
+            limit = min(limit, max(_CONCENTRATION, 3.0 * float(np.nanmean(first))))
         if not (latest > limit).all():
             return None
         return f"concentration: {latest[-1]:.0%} of the groups have the same answer, in {_BATCHES} batches in a row more than {limit:.0%}"
 
     def _overconfident(self) -> str | None:
         gaps, accuracies = self.gaps, [probe[2] for probe in self.probes]
-        if len(gaps) <= PATIENCE:
+        if len(gaps) <= _PATIENCE:
             return None
-        latest = list(zip(gaps, accuracies, strict=True))[-PATIENCE:]
-        if any(not gap - gaps[0] > GAP or accuracy >= max(accuracies) for gap, accuracy in latest):
+        latest = list(zip(gaps, accuracies, strict=True))[-_PATIENCE:]
+        if any(not gap - gaps[0] > _GAP or accuracy >= max(accuracies) for gap, accuracy in latest):
             return None
         return (
             f"gap: completions agree more and are right no more often: the mean share is {gaps[-1]:+.2f} above the accuracy on the "
