@@ -214,7 +214,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 16_474, "core": 11_976, "tests": 19_287}
+LINES = {"package": 16_013, "core": 11_503, "tests": 18_595}
 """Most lines of Python, scripts and styles. It goes down."""
 
 
