@@ -56,11 +56,11 @@ def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
     save_seconds, load_seconds = [], []
     for _ in range(_CHECKPOINTS):
         begin = time.perf_counter()
-        store.save_parts(directory, store.STATE_NAME, {"prompts": state}, {})
+        store.save(directory, store.STATE_NAME, {"prompts": state}, {})
         save_seconds.append(time.perf_counter() - begin)
         loaded = PromptState(expected=count)
         begin = time.perf_counter()
-        store.load_parts(directory, store.STATE_NAME, {"prompts": loaded})
+        store.load_parts(directory, {"prompts": loaded})
         load_seconds.append(time.perf_counter() - begin)
     return {
         "prompts": count,
