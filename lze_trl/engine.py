@@ -9,7 +9,7 @@ import copy
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import compress
 from typing import Any
@@ -277,7 +277,7 @@ class Engine:
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
         next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`].
         """
-        trainer, inputs = self._trainer, request[0]
+        trainer, (inputs, _) = self._trainer, request
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
         with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight):
             prompts, generated = self._rolled_out(request)
@@ -643,10 +643,16 @@ def sequence_logprobs(
     """
     if logprobs is None:
         return np.full(count, np.nan)
-    rows = logprobs if masks is None else [list(compress(*row)) for row in zip(logprobs, masks, strict=True)]
-    # Python's sum is faster than an array of a row; vLLM says `None` for NaN
-    sums = np.array([np.nan if None in row else sum(row) for row in rows], dtype=np.float64)  # type: ignore[arg-type]
+    sums = np.array([_total(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])
     return np.where(np.isfinite(sums), sums, np.nan)
+
+
+def _total(values: Iterable[float | None]) -> float:
+    """The sum of Python numbers, which `sum` has before NumPy has an array of them; vLLM says `None` for NaN."""
+    try:
+        return float(sum(values))  # type: ignore[arg-type]
+    except TypeError:
+        return math.nan
 
 
 def _filled(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:

@@ -6,14 +6,7 @@ import pytest
 import samples
 import tiny
 from lze_trl.batch import Batch
-from lze_trl.record.ledger import (
-    Ledger,
-    TokenCost,
-    against_plain,
-    headline,
-    time_of_plain,
-    token_cost,
-)
+from lze_trl.record.ledger import Ledger, TokenCost, against_plain, headline, time_of_plain, token_cost
 
 
 # Weights of the tiny Qwen2: hidden 16, intermediate 32, 2 heads of 8, 1 key-value head, one layer, V = 73

@@ -49,13 +49,8 @@ _ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": 
 _NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "chances", "confidence")
 _NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "prompt_tokens", "owner", "place", "shuffled")
 # Of a batch of which pruning has left nothing
-_NO_COUNTS: dict[str, Any] = {
-    "rows": 0,
-    "selected": 0,
-    "dead": 0,
-    "replayed": 0,
-    "energy_histogram": [0] * NUM_ENERGY_BINS,
-}
+_NO_COUNTS: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "replayed"), 0)
+_NO_COUNTS["energy_histogram"] = [0] * NUM_ENERGY_BINS
 
 
 def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:

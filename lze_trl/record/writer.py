@@ -52,11 +52,7 @@ class TelemetryWriter:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        meta: Meta,
-        resumed_generation: int | None = None,
-        flush_seconds: float = 0.75,
+        self, directory: str | Path, meta: Meta, resumed_generation: int | None = None, flush_seconds: float = 0.75
     ):
         directory = Path(directory)
         self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
