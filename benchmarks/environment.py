@@ -21,7 +21,7 @@ import random
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from . import addition
 from .comparison import first_crossing, smooth
 from .evaluation import Evaluation
-from .kept import file_name, tabulate
+from .kept import KeptRun, tabulate
 from .sampling import spread
 from .settings import made_aside
 from .tables import table
@@ -78,7 +78,7 @@ RESPONSE = {
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(KeptRun):
     """What a run depends on."""
 
     arm: str
@@ -87,11 +87,6 @@ class Run:
     digits: tuple[int, ...] = (1, 2, 3)
     learning_rate: float = 2e-4
     wait: bool = False  # whether a call takes its time, or only counts it
-
-    @property
-    def name(self) -> str:
-        """Name of its result file."""
-        return file_name(self.arm, self.seed, asdict(self))
 
 
 class TwoSums:

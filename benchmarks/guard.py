@@ -12,7 +12,7 @@ import argparse
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from lze_trl.rewards import exact_match_reward
 from . import addition
 from .comparison import smooth
 from .evaluation import Evaluation
-from .kept import file_name, tabulate
+from .kept import KeptRun, tabulate
 from .sampling import spread
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load, locate, read_rows
@@ -154,18 +154,13 @@ SCENARIOS = {
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(KeptRun):
     """A run: a key of [`SCENARIOS`], its arm, seed and steps."""
 
     scenario: str
     arm: str
     seed: int
     steps: int
-
-    @property
-    def name(self) -> str:
-        """Name of the result file."""
-        return file_name(f"{self.scenario}-{self.arm}", self.seed, asdict(self))
 
 
 class Curve(TrainerCallback):

@@ -21,6 +21,18 @@ def file_name(words: str, seed: int, content: Any) -> str:
     return f"{words}-seed{seed}-{digest}.json"
 
 
+class KeptRun:
+    """A run, a dataclass of what it depends on with a `seed`; its result file is called by its texts, such as task and arm."""
+
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of the result file."""
+        own: Any = self
+        return file_name("-".join(v for v in vars(self).values() if isinstance(v, str)), self.seed, asdict(own))
+
+
 def stamped(**content: Any) -> dict[str, Any]:
     """A result with the machine, in words, and the date."""
     found = machine()

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from lze_trl.rewards import exact_match_reward
 from .comparison import first_crossing, smooth
 from .evaluation import Evaluation
 from .jobs import make_options
-from .kept import file_name, tabulate
+from .kept import KeptRun, tabulate
 from .sampling import spread
 from .settings import BenchError
 from .suite import ready
@@ -58,18 +58,13 @@ _START_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(KeptRun):
     """What a run depends on; `steps` are those of plain GRPO."""
 
     task: str
     arm: str
     seed: int
     steps: int
-
-    @property
-    def name(self) -> str:
-        """Name of its result file."""
-        return file_name(f"{self.task}-{self.arm}", self.seed, asdict(self))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import argparse
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from lze_trl.rewards import exact_match_reward
 
 from . import addition
 from .evaluation import Evaluation
-from .kept import file_name, tabulate
+from .kept import KeptRun, tabulate
 from .sampling import spread
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load, locate
@@ -51,7 +51,7 @@ LONGEST = 5
 
 
 @dataclass(frozen=True)
-class Run:
+class Run(KeptRun):
     """A run: its arm, a key of [`ARMS`], seed, steps, the weight of the length, and the share of sums that are too hard."""
 
     arm: str
@@ -59,11 +59,6 @@ class Run:
     steps: int
     weight: float
     hard: float
-
-    @property
-    def name(self) -> str:
-        """Name of the result file."""
-        return file_name(self.arm, self.seed, asdict(self))
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
