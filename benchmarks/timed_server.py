@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 
@@ -77,14 +77,24 @@ def _uniform(text: str) -> float:
     return (int.from_bytes(digest[:8], "big") + 0.5) / 2**64
 
 
-def on_paper(timing: Timing, requests: list[list[int]]) -> float:
-    """Seconds that requests take which all come at once, without a clock: each is the lengths of its sequences."""
-    waiting, active, place, seconds = deque(itertools.chain(*requests)), [], 0.0, 0.0
+def on_paper(
+    timing: Timing, requests: Sequence[Sequence[int]], then: Mapping[int, Sequence[int]] | None = None
+) -> float:
+    """
+    Seconds that requests take which all come at once, without a clock: each is the lengths of its sequences. When the first sequence of
+    a request in `then` has ended, its further sequences come.
+    """
+    waiting = deque((length, -1 if j else i) for i, lengths in enumerate(requests) for j, length in enumerate(lengths))
+    active: list[tuple[float, int]] = []
+    further, place, seconds = dict(then or {}), 0.0, 0.0
     while waiting or active:
         while waiting and len(active) < timing.places:
-            heapq.heappush(active, place + waiting.popleft())
-        end, pace = heapq.heappop(active), timing.step(len(active) + 1)
+            length, request = waiting.popleft()
+            heapq.heappush(active, (place + length, request))
+        pace = timing.step(len(active))
+        end, request = heapq.heappop(active)
         seconds, place = seconds + (end - place) * pace, end
+        waiting.extend((length, -1) for length in further.pop(request, ()))
     return seconds
 
 

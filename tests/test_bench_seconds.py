@@ -14,6 +14,9 @@ def test_continuous_batching_on_paper():
     # The third waits for a place, the second leaves it after one step, and it ends with the first or after it
     assert on_paper(timing, [[3, 1], [2]]) == 3 * 1.5
     assert on_paper(timing, [[3, 1], [4]]) == 3 * 1.5 + 2 * 1.0
+    # The same three, the last of which comes when the second has ended; and when the first has
+    assert on_paper(timing, [[3], [1]], {1: [2]}) == 3 * 1.5
+    assert on_paper(timing, [[3], [1]], {0: [2]}) == 1 * 1.5 + 4 * 1.0
 
 
 def test_half_of_the_prompts_pass_and_most_groups_are_dead():
