@@ -12,18 +12,13 @@ where a run never had it.
 import argparse
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import numpy as np
 import torch
 from datasets import Dataset
@@ -38,10 +33,10 @@ from .evaluation import Evaluation
 from .jobs import make_options
 from .kept import KeptRun, tabulate
 from .sampling import spread
-from .settings import BenchError
 from .suite import ready
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load
+from .vllm_process import RealServer
 
 
 OUTPUT = CHECKOUT / "runs" / "bench" / "real_server"
@@ -54,7 +49,6 @@ ARMS: dict[str, dict[str, Any]] = {
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
 TITLES = {PLAIN: "plain GRPO", "exact": "`exact`", "gate": "`gate`, groups of 4"}
 _STRETCH = 1.5
-_START_SECONDS = 300
 
 
 @dataclass(frozen=True)
@@ -65,46 +59,6 @@ class Run(KeptRun):
     arm: str
     seed: int
     steps: int
-
-
-@contextmanager
-def vllm_server(model: Path, dtype: str, core: int, log: Path) -> Iterator[str]:
-    """The address of a server of a model, pinned to a core."""
-    length = min(512, AutoConfig.from_pretrained(model).max_position_embeddings)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [CHECKOUT / "scripts" / "vllm_serve.sh", "--model", model, "--port", port]
-    pinned = ["taskset", "--cpu-list", core, *command, "--max-model-len", length, "--dtype", dtype]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [str(part) for part in pinned],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-    try:
-        deadline = time.monotonic() + _START_SECONDS
-        while not _is_up(url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise BenchError(
-                    f"The vLLM server did not start. Make its environment with `make vllm-env`; log: {log}"
-                )
-            time.sleep(1.0)
-        yield url
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def _is_up(url: str) -> bool:
-    try:
-        return httpx2.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx2.RequestError:
-        return False
 
 
 class Recorder(TrainerCallback):
@@ -142,9 +96,11 @@ def train(run: Run) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
     data, dtype = load(task, files, "test"), "bfloat16" if task.training.get("bf16") else "float32"
+    length = min(512, AutoConfig.from_pretrained(files.model).max_position_embeddings)
+    options = ("--max-model-len", str(length), "--dtype", dtype)
     with (
         tempfile.TemporaryDirectory() as name,
-        vllm_server(files.model, dtype, cores[0], Path(name) / "server.log") as url,
+        RealServer(files.model, Path(name) / "server.log", options, core=cores[0]) as server,
     ):
         os.sched_setaffinity(0, cores[-1:])
         try:
@@ -161,7 +117,7 @@ def train(run: Run) -> dict[str, Any]:
                         "seed": run.seed,
                         "use_vllm": True,
                         "vllm_mode": "http",
-                        "vllm_server_urls": [url],
+                        "vllm_server_urls": [server.url],
                         # In bfloat16, both compute by other kernels
                         "vllm_server_kwargs": {"sync_tolerance": 0.5 if dtype == "bfloat16" else None},
                         "save_strategy": "no",

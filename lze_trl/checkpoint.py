@@ -1,5 +1,6 @@
 """Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from .files import write_atomically
 SCHEMA_VERSION = 8
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
+REPLACED = "replaced"
+"""Folders of a run with the checkpoints of earlier ones, numbered."""
 ARRAYS = "arrays"
 """Suffix of our files in the format safetensors: vLLM takes every `*.safetensors` of a folder for weights of the model."""
 _FORMAT = "lze_trl"
@@ -104,6 +107,18 @@ def checkpoints(run_dir: str | Path) -> list[Path]:
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     found = [(int(match[1]), path) for path in Path(run_dir).glob("*") if (match := pattern.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def set_aside(run_dir: str | Path) -> Path | None:
+    """Move the checkpoints of an earlier run into a folder, which is returned: no resume is to take them for those of this run."""
+    if not (found := checkpoints(run_dir)):
+        return None
+    number = next(n for n in itertools.count(1) if not Path(run_dir, f"{REPLACED}.{n}").exists())
+    folder = Path(run_dir, f"{REPLACED}.{number}")
+    folder.mkdir()
+    for path in found:
+        path.rename(folder / path.name)
+    return folder
 
 
 def is_complete(checkpoint: str | Path) -> bool:

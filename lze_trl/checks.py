@@ -94,6 +94,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (reinforce and args.multi_objective_aggregation != "sum_then_normalize", f"{by} needs `multi_objective_aggregation='sum_then_normalize'`. Set it."),
         (reinforce and args.loss_normalizer == "all", f"`loss_normalizer='all'` drops groups that have a gradient by {by}. Use 'selected'."),
         (args.planner == "greso" and args.pruning == "none", "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."),
+        (args.hub_telemetry_id is not None and not args.telemetry, "`hub_telemetry_id` uploads telemetry, and `telemetry=False`. Leave one of them unset."),
         (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
         (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
         (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from huggingface_hub import HfApi
 
+from .checkpoint import REPLACED
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
 from .record.curves import held_out
@@ -21,7 +22,7 @@ PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
 _PUSHED = [*RUN_FILES, *STATE_FILES, "report/**"]
-_PRIVATE = (f"/{DIRECTORY}/", f"/{DIRECTORY}.*/", "/report/", f"/{EVALUATIONS}/")
+_PRIVATE = (f"/{DIRECTORY}/", f"/{DIRECTORY}.*/", "/report/", f"/{EVALUATIONS}/", f"/{REPLACED}.*/")
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller", "pruning", "planner", "loss_normalizer"),
     *("num_generations", "generation_batch_size", "learning_rate", "loss_type", "scale_rewards", "beta"),
@@ -36,10 +37,11 @@ def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, tok
     They replace those of a run that the repo held before. Recorded prompts and completions become as public as the repo.
     `token` is by default that of `hf auth login`. Returns the address of the repo.
     """
-    from .app.report import write_report
-
     run_dir = Path(run_dir)
-    write_report(run_dir)
+    with suppress(ImportError):  # without `lze_trl[app]` there is no report
+        from .app.report import write_report
+
+        write_report(run_dir)
     api, repo = HfApi(token=token), cast(dict[str, Any], {"repo_id": repo_id, "repo_type": "dataset"})
     url = api.create_repo(**repo, private=private, exist_ok=True)
     api.upload_file(path_or_fileobj=_dataset_card(run_dir, repo_id).encode(), path_in_repo="README.md", **repo)
@@ -76,12 +78,13 @@ def correct_model_card(path: str | Path, model_id: str, base_model: str | None, 
 def extend_model_card(run_dir: str | Path):
     """
     Add how the model was trained to the `README.md` that TRL has written, or replace what an earlier call has added, with
-    the picture beside it. A run without telemetry gets no section.
+    the picture beside it, which needs `lze_trl[app]`. A run without telemetry gets no section.
     """
-    from .app.report import write_summary_picture
-
     with suppress(MissingTelemetryError):
-        write_summary_picture(run_dir, Path(run_dir, PICTURE))
+        with suppress(ImportError):
+            from .app.report import write_summary_picture
+
+            write_summary_picture(run_dir, Path(run_dir, PICTURE))
         _put(Path(run_dir, "README.md"), "run", model_card_section(run_dir))
 
 
@@ -111,6 +114,8 @@ def model_card_section(run_dir: str | Path) -> str:
     shown = "\n".join(
         f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None
     )
+    shows = Path(run_dir, PICTURE).is_file()
+    picture = f"![Pass rate and energy over the steps]({PICTURE})\n\n" if shows else ""
     learned = ""
     if len(accuracy):
         values = " → ".join(f"{accuracy[step]:.3f} at step {step}" for step in dict.fromkeys(accuracy.index[[0, -1]]))
@@ -121,9 +126,7 @@ def model_card_section(run_dir: str | Path) -> str:
 This model was trained with lze_trl {__version__}: GRPO that spends its updates on the prompts with
 the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
 
-![Pass rate and energy over the steps]({PICTURE})
-
-In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
+{picture}In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
 {learned}
 {_savings(summary["ledger"])}

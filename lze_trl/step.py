@@ -49,7 +49,7 @@ class GenerationStep:
     def __post_init__(self):
         self.generation = 0  # generation batches so far
         self.micro_step = 0  # calls of `training_step` so far
-        self.batch: Any = None  # the last `Batch`, as it is trained on
+        self.batch: Batch | None = None  # the last one, as it is trained on
         self.window = Window()  # the optimizer step under way
         self.histories: dict[str, Any] = {}  # of callbacks, by their name in a checkpoint: told of every batch
         self.advice = Advice(self.args, self.recorder.reward_names)
@@ -109,6 +109,11 @@ class GenerationStep:
         """Finish the batch that servers work on: before their weights change, and before a checkpoint."""
         if self._ahead is not None:
             self._ready = self._next([], engine)
+
+    def take_passes(self, passes: Passes):
+        """Plan over other prompts from here on: a batch of the earlier ones that is finished already is not trained on."""
+        self.passes = self.rounds.passes = passes
+        self.generation, self._ready = self.batches_made, None
 
     def has_rows(self) -> bool:
         """Whether this micro-step has rows."""

@@ -292,7 +292,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             )
         self.resolved = resolved
         self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
-        step.passes = step.rounds.passes = self.passes
+        step.take_passes(self.passes)
         return dataset
 
     def _used_columns(self, dataset: Any) -> Any:
@@ -538,6 +538,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
+            self.is_in_train = False  # transformers only notes it of a training that was not stopped
             Engine(self).training_ended()
             self.generation_step.give_up(Engine(self))
             self._flush_at_the_end()

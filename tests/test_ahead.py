@@ -13,6 +13,7 @@ import tiny
 from benchmarks.environment import RESPONSE
 from launches import on_processes
 from lze_trl.engine import Engine
+from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.record import open_run
 from lze_trl.rollout.rounds import Rounds
 from seeded_vllm import SeededVLLM
@@ -209,3 +210,22 @@ def test_what_is_begun_at_an_early_end_is_counted(serve, tmp_path):
     trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if not isinstance(c, Stop)]
     trainer.train()
     assert trainer.state.global_step == 6
+
+
+def test_a_batch_that_is_finished_ahead_goes_with_its_training_set(serve, tmp_path):
+    class Stop(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    settings = {"overlap": "one_step", "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    trainer = train(tmp_path, [serve()], callbacks=[Stop()], **settings)
+    assert "ready" in trainer.generation_step.rows_left()
+    made = trainer.generation_step.batches_made
+    trainer.train_dataset = tiny.prompts(24).select(range(12, 24))
+    assert not trainer.generation_step.rows_left()
+    trainer.args.save_strategy = "no"
+    trainer.train()
+    groups = told(trainer)[2]
+    assert not groups.duplicated(["generation", "prompt_id"]).any()
+    later = groups[groups["generation"] >= made]
+    assert len(later) and set(later["prompt_id"]) <= set(trainer.train_dataset[ID_COLUMN])

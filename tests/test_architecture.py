@@ -46,7 +46,7 @@ ROOMS = {
     "config": "memory plan rollout select settings strategies",
     "checks": "config memory plan rollout select",
     "checkpoint": "files",
-    "hub": "app files record remote version",
+    "hub": "app checkpoint files record remote version",
     "engine": "batch checks evaluation memory pack rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",

@@ -238,6 +238,17 @@ def test_logs_of_plain_trl(tmp_path, capsys):
         sample_of_folder(tmp_path, reward="advantage")
 
 
+def test_a_reward_of_logs_that_is_none_throughout_one_of_them_is_read(tmp_path):
+    write_logs(tmp_path, (1,))
+    write_logs(tmp_path, (2,), accuracy=None, tokens=7)
+    rewards = read_logs(tmp_path)
+    assert rewards["accuracy"].isna().tolist() == [False] * 9 + [True] * 9
+    found = sample_of_folder(tmp_path)
+    assert "passes by the sum of `accuracy`, `format`, `tokens`" in found.source
+    chosen = sample_of_folder(tmp_path, reward="accuracy")
+    assert chosen.constant == {} and set(chosen.causes) == {"", "same_text", "solved", "unscored"}
+
+
 def test_logs_are_read_in_order_and_once_as_text(tmp_path):
     # As text, 100000 is before 99999; two updates with one batch log it twice
     write_logs(tmp_path, (99_998, 99_999, 100_000), prompt=[{"role": "user", "content": "a"}])
@@ -358,6 +369,17 @@ def test_shaping_and_a_format_that_is_never_met_are_named(tmp_path):
     lines = advice.lines()
     assert set(lines) == {"reward.0", "shaping.1", "reward.2"}
     assert "100% of the groups" in lines["shaping.1"]
+
+
+def test_a_group_that_a_gate_has_stopped_is_not_alive_by_its_shaping(tmp_path):
+    advice = Advice(tiny.config(tmp_path, strategy="gate"), ["accuracy", "brevity"])
+    right = np.array([1.0, 0.0] * 4 + [1.0] * 8)  # two groups of four by accuracy alone, and eight that were stopped
+    groups = Batch.of(
+        np.arange(10), np.repeat(np.arange(10), [4, 4, *[1] * 8]), right, right, np.ones(16), np.ones(16)
+    ).with_rows(rewards_per_func=np.stack([right, np.linspace(0, 1, 16)], axis=1))
+    for _ in range(PATIENCE):
+        advice.see(groups, causes(groups), np.full(10, 0.5), 1e-3)
+    assert not any(cause.startswith("shaping") for cause in advice.lines())
 
 
 def test_what_the_gate_would_have_saved(tmp_path):

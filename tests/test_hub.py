@@ -203,6 +203,14 @@ def test_model_card_tells_about_the_run(run_dir):
     assert (run_dir / hub.PICTURE).stat().st_size > 10_000
 
 
+def test_a_model_card_needs_no_app(run_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)  # as where matplotlib is missing
+    (run_dir / hub.PICTURE).unlink(missing_ok=True)
+    hub.extend_model_card(run_dir)
+    text = (run_dir / "README.md").read_text(encoding="utf-8")
+    assert "## Trained where it learns\n" in text and hub.PICTURE not in text
+
+
 def test_a_model_card_names_all_data_sets(tmp_path):
     sets = ["me/first", "me/second"]
     (tmp_path / "README.md").write_text(f"made on the [{sets}](https://huggingface.co/datasets/{sets}) dataset.")

@@ -69,6 +69,7 @@ def test_prompts_by_their_state_at_the_first_visit_and_now(tmp_path):
 
 def test_report_of_one_batch_and_of_none(tmp_path):
     TelemetryWriter(tmp_path / "none", Meta()).close()
+    assert not views.costs(open_run(tmp_path / "none"))
     with pytest.raises(MissingTelemetryError, match="first batch is not scored yet"):
         write_report(tmp_path / "none")
     writer = TelemetryWriter(tmp_path / "<b>run", Meta({"</table><script>": "<script>"}))

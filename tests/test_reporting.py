@@ -78,6 +78,7 @@ def test_status_of_a_training(tmp_path, error, state):
     trainer = make(tmp_path, [Raises(error)] if error else [], max_steps=2)
     with pytest.raises(type(error)) if error else nullcontext():
         trainer.train()
+    assert not trainer.is_in_train
     status = open_run(tmp_path).status()
     assert (status["state"], status["steps"], status["max_steps"]) == (state, 1 if error else 2, 2)
 

@@ -252,6 +252,7 @@ class _Page:
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
                 changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run)}
+                changes |= dict.fromkeys(self.plots, "")
                 changes |= dict(zip(self.plots, (figure.to_json() for figure in charts.overview(run)), strict=False))
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)

@@ -66,6 +66,8 @@ def tiles(run: Run) -> Markup:
 def costs(run: Run) -> Markup:
     """Costs of the run against plain GRPO, and its evaluations."""
     totals, names = run.summary()["ledger"], ["work", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio"]
+    if not totals:  # before the first batch
+        return Markup()
     compared = [[w.name, w.tokens, w.seconds, w.flops, w.plain_flops, w.times] for w in against_plain(totals)]
     works = pd.DataFrame(compared, columns=names)
     works.loc[works["work"] == "total", "tokens"] = np.nan  # one token is rolled out and trained on

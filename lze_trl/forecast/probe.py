@@ -52,7 +52,7 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
         step.prepare = lambda *given: None  # the batch is there
         update = [_seconds_of_update(view) for _ in range(2)][-1]  # the first one loads kernels
         ledger, each = step.ledger, step.ledger.rows_rolled_out
-        update = update / drawn[-1].num_rows + ledger.logprob_seconds / each
+        update = update * args.num_iterations / drawn[-1].num_rows + ledger.logprob_seconds / each
         costs = Costs(ledger.rollout_seconds / each, update, torch.cuda.max_memory_allocated() if gpu else None)
         first = np.cumsum([0, *(batch.num_groups for batch in drawn)])
         groups = [batch.group + start for batch, start in zip(drawn, first, strict=False)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..batch import Batch, extremes
@@ -57,15 +58,16 @@ def _of_run(run: Run) -> GroupSample:
     batch = Batch.of(np.arange(len(groups)), group, outcomes, signals, *lengths, logprobs=logprobs[group])
     why = np.where(dead, groups["cause"], "")
     rewards = np.stack([np.asarray(row, dtype=np.float64) for row in groups["rewards"]])
-    summary = run.summary()
+    summary, iterations = run.summary(), int(settings.get("num_iterations") or 1)
     ledger, costs = summary["ledger"], None
     if ledger.get("update_tokens") and ledger["update_seconds"]:
         length = float((batch.prompt_tokens + batch.completion_tokens).mean())
-        update = ledger["update_seconds"] / ledger["update_tokens"] * length
+        update = ledger["update_seconds"] / ledger["update_tokens"] * length * iterations
+        update += ledger["logprob_seconds"] / ledger["rows_trained"]
         costs = Costs(ledger["rollout_seconds"] / ledger["rows_rolled_out"], update)
     per_batch = max(1, round(summary["groups"] / summary["generations"]))
     horizon = Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"])
-    constant, iterations = constant_rewards(run.meta.reward_labels, rewards), int(settings.get("num_iterations") or 1)
+    constant = constant_rewards(run.meta.reward_labels, rewards)
     source = f"The run `{run.name}`"
     return GroupSample(batch, why, source, horizon, costs, iterations=iterations, constant=constant, settled=binary)
 
@@ -78,8 +80,9 @@ def _of_logs(folder: Path, reward: str | None) -> GroupSample:
     group = rows.groupby(["log", "prompt"], sort=False).ngroup().to_numpy()
     order = np.argsort(group, kind="stable")
     rows, rewards, group, count = rows.iloc[order], numeric.iloc[order], group[order], int(group.max()) + 1
-    chosen = rewards if reward is None else rewards[[reward]]
-    scores, scale = chosen.sum(axis=1, min_count=1).to_numpy(dtype=np.float64), RewardRange()
+    if reward is not None:
+        rewards = rewards[[reward]]
+    scores, scale = rewards.sum(axis=1, min_count=1).to_numpy(dtype=np.float64), RewardRange()
     scale.observe(scores)
     signals = rows["advantage"].to_numpy(dtype=np.float64) if "advantage" in rows else scores
     columns = {"signals": signals, "rewards_per_func": rewards.to_numpy(dtype=np.float64)}
@@ -89,7 +92,8 @@ def _of_logs(folder: Path, reward: str | None) -> GroupSample:
     logs = rows["log"].nunique()
     horizon = Horizon(rows["prompt"].nunique(), max(1, count // logs), logs)
     constant = constant_rewards(list(rewards), batch.rewards_per_func)
-    why, source = causes(batch, low == high), f"TRL's logs in `{folder.name}`"
+    summed = f", passes by the sum of {', '.join(f'`{name}`' for name in rewards)}" if len(rewards.columns) > 1 else ""
+    why, source = causes(batch, low == high), f"TRL's logs in `{folder.name}`{summed}"
     return GroupSample(batch, why, source, horizon, unit="characters", constant=constant)
 
 
@@ -103,27 +107,35 @@ def read_logs(folder: Path) -> pd.DataFrame:
         MissingTelemetryError: There are no logs, or no completion in them.
         TelemetryError: One cannot be read.
     """
+    texts = "prompt", "completion"
     files, logs = [*folder.glob(_LOGS), *folder.glob(f"completions/{_LOGS}")], list[pd.DataFrame]()
     for path in sorted(files, key=lambda path: (len(path.name), path.name)):
         try:
-            log = pd.DataFrame(pq.read_table(path, partitioning=None).to_pylist())
+            table = pq.read_table(path, partitioning=None)
         except (OSError, ValueError) as error:
             raise TelemetryError(
                 f"`{path}` cannot be read: {error}. Remove the file to leave its step out."
             ) from error
-        if missing := [name for name in ("prompt", "completion") if len(log) and name not in log]:
+        if missing := [name for name in texts if len(table) and name not in table.column_names]:
             raise TelemetryError(f"`{path}` lacks the columns {missing}, so it is no completions log of TRL's GRPO.")
-        if log.empty:
+        if not len(table):
             continue
-        texts = {name: log[name].map(_text) for name in ("prompt", "completion")}
-        if not logs or not all(texts[name].equals(logs[-1][name]) for name in texts):
-            logs.append(log.assign(log=len(logs), **texts))
+        # A reward that was None throughout has no type, and is a number all the same
+        numbers = [name for name, kind in zip(table.column_names, table.schema.types, strict=True) if _is_number(kind)]
+        log = table.select(numbers).to_pandas().astype(np.float64)
+        read = {name: pd.Series([_text(value) for value in table[name].to_pylist()]) for name in texts}
+        if not logs or not all(read[name].equals(logs[-1][name]) for name in texts):
+            logs.append(log.assign(log=len(logs), **read))
     if not logs:
         raise MissingTelemetryError(
             f"There are no completions in TRL's logs under `{folder}`. They are `completions/completions_*.parquet`, which TRL writes "
             "with `log_completions=True`."
         )
     return pd.concat(logs, ignore_index=True)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
 
 
 def _text(value: str | list[dict[str, Any]] | None) -> str:

@@ -9,7 +9,10 @@ from ..batch import Batch, extremes
 
 
 class Costs(NamedTuple):
-    """Plain GRPO's costs on this machine: seconds a completion, and peak bytes of an update on a GPU."""
+    """
+    Plain GRPO's costs on this machine: seconds a completion, of its rollout and of all its updates with their log-probabilities, and peak
+    bytes of an update on a GPU.
+    """
 
     rollout: float
     update: float

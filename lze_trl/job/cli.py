@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None):
     namespace, flags = parser.parse_known_args(arguments)
     if flags and namespace.command not in (_train, _forecast):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    sys.path.append(os.getcwd())  # a training, which is `python -m …`, finds modules of the user there
     with reported_errors(OSError):
         try:
             namespace.command(namespace, flags)

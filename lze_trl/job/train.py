@@ -21,7 +21,7 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..checkpoint import how_to_resume, last_complete_checkpoint, refuse_non_checkpoint
+from ..checkpoint import how_to_resume, last_complete_checkpoint, refuse_non_checkpoint, set_aside
 from ..config import LZEGRPOConfig
 from ..data import parse_reference
 from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
@@ -59,6 +59,7 @@ def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
     training_args.report_to, training_args.summary = [], False
+    training_args.push_to_hub = training_args.log_completions = False  # each makes a repository when the trainer is made
     with user_errors():
         trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
         return trainer.forecast(num_prompts)
@@ -101,13 +102,11 @@ def trainer_arguments(
 
 def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> str | None:
     """
-    Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any. The log says
-    what happens to an earlier run.
+    Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any.
     """
     wanted, checkpoint = str(args.resume_from_checkpoint or "false").lower(), args.resume_from_checkpoint
-    earlier = last_complete_checkpoint(args.output_dir)
     if wanted in ("true", "auto"):
-        checkpoint = earlier
+        checkpoint = last_complete_checkpoint(args.output_dir)
     elif wanted in ("false", "no", "none"):
         checkpoint = None
     else:
@@ -116,11 +115,6 @@ def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> str 
     args.eval_on_start = bool(script_args.eval_datasets) and checkpoint is None
     if checkpoint is not None:
         logger.info("Resuming from `%s`.", checkpoint)
-    elif earlier is not None:
-        logger.info(
-            "`%s` holds an earlier run, which this one replaces. To continue that one, set `resume_from_checkpoint: auto`.",
-            args.output_dir,
-        )
     return checkpoint
 
 
@@ -151,6 +145,13 @@ def run(
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
         if checkpoint is None:
             remove_evaluations(output_dir)
+            if (aside := set_aside(output_dir)) is not None:
+                logger.warning(
+                    "`%s` holds an earlier run, which this one replaces: its checkpoints are now in `%s`. To continue that one, move them "
+                    "back and set `resume_from_checkpoint: auto`.",
+                    output_dir,
+                    aside,
+                )
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
     if before_training is not None:

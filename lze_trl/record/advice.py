@@ -56,7 +56,8 @@ class Advice:
         rows = batch.rows.cut_off if "cut_off" in batch.rows else np.zeros(1)
         known = [column[~np.isnan(column)] for column in rewards.T]
         others = [np.nansum(np.delete(rewards, i, axis=1), axis=1) for i in range(rewards.shape[1])]
-        whole = causes[causes != "stopped"]
+        drawn = causes != "stopped"
+        whole = causes[drawn]
         numbers = {
             **{cause: np.mean(whole == cause) if len(whole) else 0.0 for cause in CAUSES},
             "dead": np.mean(whole != "") if len(whole) else 0.0,
@@ -66,7 +67,7 @@ class Advice:
             "blind": np.isnan(batch.logprobs).all(),
             **{f"low.{i}": column.min(initial=np.inf) for i, column in enumerate(known)},
             **{f"high.{i}": column.max(initial=-np.inf) for i, column in enumerate(known)},
-            **{f"without.{i}": np.mean(~differ(column, group, count)) for i, column in enumerate(others)},
+            **{f"without.{i}": np.mean(~differ(column, group, count)[drawn]) for i, column in enumerate(others)},
         }
         self._recent.append(np.array([numbers[name] for name in self._names], dtype=np.float64))
 

@@ -219,12 +219,14 @@ class Run:
     def status(self) -> dict[str, Any]:
         """
         `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
-        (`updated`), and `seconds_left` at the pace of the latest 20 batches; `None` for what is not known.
+        (`updated`), and `seconds_left` at the median pace of the latest 20 steps; `None` for what is not known.
         """
         status = Status.read(self.directory)
         (row,) = self.arrow("""SELECT coalesce(max(step) + 1, 0) AS steps, max(time) AS updated,
-            (max(time) - min(time)) / nullif(max(step) - min(step), 0) AS pace
-            FROM (FROM generations ORDER BY generation DESC LIMIT 20)""").to_pylist()
+            median(pace) AS pace FROM (
+                SELECT step, time, (time - lag(time) OVER steps) / (step - lag(step) OVER steps) AS pace
+                FROM (SELECT step, max(time) AS time FROM generations GROUP BY step ORDER BY step DESC LIMIT 20)
+                WINDOW steps AS (ORDER BY step))""").to_pylist()
         pace, left = row.pop("pace"), None
         if status.state == "running" and status.max_steps and pace is not None:
             left = max(0.0, row["updated"] + (status.max_steps - row["steps"] + 1) * pace - time.time())

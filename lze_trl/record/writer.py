@@ -61,7 +61,7 @@ class TelemetryWriter:
                 raise MissingTelemetryError
             Meta.read(self.directory)
             _remove_rows(self.directory, resumed_generation)
-        except TelemetryError:  # of another run or version, or damaged
+        except (TelemetryError, OSError, ValueError):  # of another run or version, or damaged
             _move_aside(self.directory)
         self._known = _recorded_prompts(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers that all tests share
 
-from real_vllm import ENVIRONMENT, RealServer, small_model
+from real_vllm import ENVIRONMENT, small_model
 
 import tiny
+from benchmarks.vllm_process import RealServer
 
 
 def pytest_collection_modifyitems(items):

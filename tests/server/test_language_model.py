@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_vllm import ENVIRONMENT, REPOSITORY, RealServer
+from real_vllm import ENVIRONMENT, REPOSITORY
 from transformers import AutoModelForCausalLM
 
 from benchmarks.skills import make_rows, write_model
+from benchmarks.vllm_process import RealServer
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from recipes import smollm2
