@@ -22,7 +22,9 @@ class RealServer:
     `scripts/vllm_serve.sh`; its output goes to `log`; with a `core`, it has that one alone.
     """
 
-    def __init__(self, model: Path, log: Path, options: tuple[str, ...] = (), threads: int = 1, core: int | None = None):
+    def __init__(
+        self, model: Path, log: Path, options: tuple[str, ...] = (), threads: int = 1, core: int | None = None
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]

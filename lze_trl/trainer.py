@@ -538,7 +538,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
             raise
         finally:
-            self.is_in_train = False  # transformers only notes it of a training that was not stopped
             Engine(self).training_ended()
             self.generation_step.give_up(Engine(self))
             self._flush_at_the_end()

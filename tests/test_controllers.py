@@ -55,39 +55,6 @@ def play(controller: RolloutController, outcomes: list[list[float]], first: int 
     pytest.fail("the rounds do not end")
 
 
-# ---- Reinforce-Ada: who is drawn again ----
-
-
-@pytest.mark.parametrize(
-    ("controller", "outcomes", "counts"),
-    [
-        (  # M = 4, R = 3, n = 4: a prompt is done with two positives and two negatives
-            ReinforceAda("balanced", round_size=4, max_rounds=3, kept=4),
-            [
-                [1, 0, 1, 0],  # done after round 0
-                [1, 1, 1, 0, 1, 1, 1, 0],  # three and one, then six and two: done after round 1
-                [0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1],  # the second positive is the last completion of all
-                [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],  # never
-            ],
-            [[4, 4, 4, 4], [0, 4, 4, 4], [0, 0, 4, 4]],
-        ),
-        (
-            ReinforceAda("positive", round_size=3, max_rounds=3, kept=4),
-            [
-                [0, 0, 1],  # done after round 0
-                [0, 0, 0, 1, 1, 0],  # after round 1
-                [0, 0, 0, 0, 0, 0],  # never
-                [1, 1, 1],  # no negative is asked for
-            ],
-            [[3, 3, 3, 3], [0, 3, 3, 0], [0, 0, 3, 0]],
-        ),
-    ],
-    ids=["balanced", "positive"],
-)
-def test_exit_after_each_round(controller, outcomes, counts):
-    assert play(controller, outcomes)[0] == counts
-
-
 # ---- Reinforce-Ada: what is kept ----
 
 

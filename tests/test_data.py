@@ -213,15 +213,25 @@ CHOICES = {
     "texts": [{"question": "2+2?", "options": ["3", "4"], "answer": "4"}],
     "numbers": [{"question": "2+2?", "choices": ["three", "four"], "answer": 1}],
     "labels": [{"question": "2+2?", "choices": {"text": ["3", "4"], "label": ["x", "Y"]}, "answerKey": "Y"}],
+    "mapping": [{"question": "2+2?", "options": {"P": "3", "Q": "4", "R": None}, "answer": "Q"}],
+    "labelled": [
+        {"question": "2+2?", "choices": [{"label": "1", "text": "3"}, {"label": "2", "text": "4"}], "answer": "2"}
+    ],
+    "numbers from 1": [{"question": "2+2?", "choices": ["three", "four"], "answer": 2}],
 }
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_gold_answer_is_the_letter_of_the_right_option(write, name):
     dataset = load_prompts(write("data.jsonl", CHOICES[name]), conversational=False)
-    texts = ("three", "four") if name == "numbers" else ("3", "4")
+    texts = ("three", "four") if name.startswith("numbers") else ("3", "4")
     assert dataset["prompt"] == [f"2+2?\nA. {texts[0]}\nB. {texts[1]}"]
     assert dataset["solution"] == ["B"]
+
+
+def test_the_id_that_a_row_has_is_kept(write):
+    rows = [{"problem": "A?", "answer": "1", "prompt_id": 7}, {"problem": "A?", "answer": "1", "prompt_id": 8}]
+    assert load_prompts(write("own.jsonl", rows))["prompt_id"] == [7, 8]
 
 
 def test_a_set_may_lack_gold_answers(write):

@@ -27,7 +27,7 @@ from lze_trl.evaluation.settings import Decoding, EvaluationError
 from lze_trl.evaluation.statistics import estimate, majority, mean_over_tasks, pass_at_k
 from lze_trl.evaluation.tasks import Problem, Task, find_tasks, load_problems
 from lze_trl.job.cli import main
-from lze_trl.record.evaluations import markdown, read_results
+from lze_trl.record.evaluations import FILE, markdown, read_results
 
 
 def problems(count: int = 6) -> list[Problem]:
@@ -121,6 +121,26 @@ def test_a_gold_that_cannot_be_read_is_neither_right_nor_wrong(tmp_path):
     assert found["unscored"] == 2
     with pytest.raises(EvaluationError, match="No sample has a score"):
         run(lambda request: "4", tmp_path, {"odd": [Problem("1", "!", None)]})
+
+
+def test_one_bad_task_leaves_the_results_of_those_before(tmp_path):
+    tasks = {"good": [Problem("0", "?", "4")], "bad": [Problem("1", "!", None)]}
+    with pytest.raises(EvaluationError, match="No sample has a score"):
+        run(lambda request: "#### 4", tmp_path, tasks)
+    assert set(json.loads((tmp_path / FILE).read_text())["tasks"]) == {"good"}
+
+
+def test_a_reward_reads_the_columns_of_the_row_and_may_be_asynchronous(tmp_path):
+    async def by_level(completions, level, **kwargs):
+        return [np.float32(level[0])]
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '{"question": "1+1=", "answer": "2", "level": 1}\n{"question": "2+1=", "answer": "3", "level": 0}\n'
+    )
+    tasks = {"rows": load_problems(find_tasks([str(path)])[0], Decoding(chat=False))}
+    found = run(lambda request: "x", tmp_path / "out", tasks, reward=by_level)
+    assert found["tasks"]["rows"]["metrics"]["avg@1"][0] == 0.5
 
 
 def test_the_score_is_the_training_reward(tmp_path):
@@ -253,7 +273,15 @@ def test_a_task_asks_for_what_its_kind_needs(tmp_path, kind, asks):
 
 def test_tasks_are_given_by_name_or_address(tmp_path):
     names = ["gsm8k", "some/where/sums.jsonl", "some/where/test.jsonl", "me/own?split=test", "reasoning_gym:ab?size=3"]
-    assert [task.name for task in find_tasks(names)] == ["gsm8k", "sums", "where_test", "own", "ab"]
+    names += ["me/own?config=hard&split=train[:10]"]
+    assert [task.name for task in find_tasks(names)] == [
+        "gsm8k",
+        "sums",
+        "where_test",
+        "own",
+        "ab",
+        "own_hard_train-10",
+    ]
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
     with pytest.raises(EvaluationError, match="given twice"):
@@ -290,6 +318,23 @@ def test_the_command_evaluates_and_compares(tmp_path, sums, capsys):
         main([*flags, str(folders[1])])  # before the model is loaded
     with pytest.raises(SystemExit, match=r"takes the folder of an evaluation"):
         main([*flags, one])
+    more = tmp_path / "more.jsonl"
+    more.write_text(sums.read_text())
+    with pytest.raises(SystemExit, match=r"has no results of the tasks \['more'\]"):
+        main(
+            [
+                "eval",
+                "none",
+                "--tasks",
+                str(sums),
+                str(more),
+                "--max_tokens",
+                "5",
+                "--no_chat",
+                "--compare",
+                str(folders[1]),
+            ]
+        )
 
 
 def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatch):

@@ -33,6 +33,11 @@ def test_a_recorded_entry_scores_as_the_packages_own(task):
     assert recorded["problem"] == [entry["question"] for entry in own]
 
 
+def test_a_task_without_gold_answers_is_read():
+    assert load_prompts("reasoning_gym:rush_hour?size=2")["solution"] == [None, None]
+    assert len(load_problems(find_tasks(["reasoning_gym:rush_hour?size=2"])[0], Decoding())) == 2
+
+
 def test_the_answer_may_be_tagged_or_boxed_or_all():
     (row,) = load_prompts("reasoning_gym:chain_sum?size=1&min_terms=2&max_terms=2")
     gold, entry = row["solution"], row["reasoning_gym"]

@@ -42,6 +42,14 @@ def test_only_numbers_that_continue_the_count_begin_items():
     assert read(NUMBERED, text) == ["Ann lists: 1. 4 apples 2. 7 pears How many fruits has she?", "What is 3 + 4 + 8?"]
 
 
+@pytest.mark.parametrize("template", [NUMBERED, TAGGED])
+def test_drafts_of_the_thinking_are_no_problems(template):
+    draft, final = "<question>What is 1?</question>", "<question>What is 2 + 3?</question>"
+    if template is NUMBERED:
+        draft, final = "What is 1?\n10. What is 7?", "What is 2 + 3?"
+    assert read(template, f"<think>\n{draft}\n</think>\n{final}") == ["What is 2 + 3?"]
+
+
 def test_an_item_that_was_cut_off_is_not_complete():
     text = "What is 2 + 3?\n10. Tom has 5 apples and gives"
     assert read(NUMBERED, text, truncated=True) == ["What is 2 + 3?"]

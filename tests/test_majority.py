@@ -37,6 +37,7 @@ EVERY = {"selector": "all", "selection_ratio": 1.0, "pruning": "none"}
         (r"\fbox{no solution}", "no solution"),  # that is an answer
         (r"\boxed{3} and \boxed{4", None),  # the last box is not closed
         (r"\boxed{}", None),
+        (r"so \boxed 5$ it is", None),
         ("The answer is 7", None),  # neither announced answers nor bare ones nor marks are votes
         ("#### 7", None),
         ("", None),

@@ -8,44 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lze_trl.memory.posterior import (
-    beta_parameters,
     dead_probability,
-    posterior_mean,
-    posterior_strength,
-    remembered_mean,
 )
 
 
 def array(*values: float) -> np.ndarray:
     return np.array(values, dtype=np.float64)
-
-
-# ---- The posterior ----
-
-
-def test_memory_golden():
-    # Memory 16, one prompt:
-    #   4 completions, 1/4 pass:   e = 1/4
-    #   8 completions, 3/4 pass:   e = (1/4 · 4 + 6) / 12  = 7/12
-    #   8 completions, all pass:   e = (7/12 · 12 + 8) / 20 = 3/4    20 rollouts, which count as 16 from now on
-    #   4 completions, none pass:  e = (3/4 · 16 + 0) / 20  = 3/5    and not (3/4 · 20) / 24
-    expected, rollouts = array(0.0), 0
-    for scored, passed, golden in [(4, 1, 1 / 4), (8, 6, 7 / 12), (8, 8, 3 / 4), (4, 0, 3 / 5)]:
-        expected = remembered_mean(expected, np.array([rollouts]), array(passed / scored), np.array([scored]), 16.0)
-        rollouts += scored
-        assert expected[0] == pytest.approx(golden, rel=1e-12)
-
-
-def test_posterior_golden():
-    # a / (a + b) with a = 1 + e·n, b = 1 + (1 − e)·n:
-    #   unseen: 1/2;   e = 1/4, n = 4: 2/6;   e = 3/4, n = min(20, 16): 13/18;   all of 4 pass: 5/6
-    expected, rollouts = array(0.7, 1 / 4, 3 / 4, 1.0), np.array([0, 4, 20, 4], dtype=np.uint16)
-    np.testing.assert_array_equal(posterior_strength(rollouts, 16.0), [0, 4, 16, 4])
-    mean = posterior_mean(expected, rollouts, 16.0)
-    np.testing.assert_allclose(mean, [1 / 2, 1 / 3, 13 / 18, 5 / 6], rtol=1e-12)
-    a, b = beta_parameters(mean, posterior_strength(rollouts, 16.0))
-    np.testing.assert_allclose(a, [1, 2, 13, 5], rtol=1e-12)
-    np.testing.assert_allclose(b, [1, 4, 5, 1], rtol=1e-12)
 
 
 # ---- Dead groups ----

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trl.rewards import get_soft_overlong_punishment
 
 from lze_trl import rewards
-from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, limit
+from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, grading, limit
 from lze_trl.rewards.limit import GradingTimeout
 from lze_trl.rewards.majority import SLOW_VOTES
 
@@ -94,6 +94,18 @@ def test_a_batch_has_a_budget_beyond_which_only_quick_answers_are_graded(counter
     endless = [rf"\boxed{{(x+y+z+1)^{{{300 + i}}}}}" for i in range(6)]
     assert accuracy_reward([*endless, "27", "28"], ["27"] * 8) == [None] * 6 + [1.0, 0.0]
     assert counters[functions.SLOW_ANSWER] == 6
+
+
+def test_what_another_limit_has_cut_short_is_not_remembered_of_a_gold_answer(monkeypatch):
+    def endless(text):
+        while True:
+            sum(range(10_000))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grading, "_read_shown", endless)
+        with pytest.raises(GradingTimeout):
+            limit.in_time(grading.read_gold, "9301", seconds=0.1)  # a gold answer alone may take 5 seconds
+    assert grading.read_gold("9301").text == "9301"
 
 
 def test_votes_that_take_long_differ_from_all_others_but_their_own_text(counters, caplog):

@@ -59,6 +59,12 @@ def test_no_new_problem_may_resemble_one_of_the_evaluation(recipe, tmp_path):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     script_args, args, _ = parse_recipe(["--config", recipe(probe_datasets=[str(held_out)])])
     assert make_instruction(script_args, args).seeds.references == tuple(row["problem"] for row in rows)
+    chats = [
+        {"prompt": [{"role": "system", "content": "Hm."}, {"role": "user", "content": f"{i}?"}]} for i in range(9)
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    seeds = make_instruction(replace(script_args, datasets=[str(tmp_path / "chats.jsonl")]), args).seeds
+    assert seeds.problems == tuple(f"{i}?" for i in range(9))
     with pytest.raises(ValueError, match=r"`instruct_generator: nothing.here` cannot be imported"):
         make_instruction(replace(script_args, instruct_generator="nothing.here"), args)
 

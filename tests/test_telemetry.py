@@ -205,7 +205,9 @@ def cut(pattern, size):
     return change
 
 
-@pytest.mark.parametrize(("resumed", "change"), [(None, None), (0, set_meta(schema_version=1)), (0, cut("groups/*", 20))])
+@pytest.mark.parametrize(
+    ("resumed", "change"), [(None, None), (0, set_meta(schema_version=1)), (0, cut("groups/*", 20))]
+)
 def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, resumed, change):
     record_run(tmp_path, [make_record(i) for i in range(3)])
     if change:

@@ -95,8 +95,12 @@ class Columns:
     def _options(self, row: dict[str, Any]) -> tuple[list[str], list[str]]:
         """Labels and texts of the options of a row."""
         value, labels = (at(row, self.options) if self.options else None) or [], None
+        if isinstance(value, dict) and "text" not in value:  # a text for each label
+            value = [{"label": label, "text": text} for label, text in value.items() if text is not None]
         if isinstance(value, dict):
-            value, labels = value.get("text", []), value.get("label")
+            value, labels = value["text"], value.get("label")
+        elif value and all(isinstance(option, dict) and "label" in option for option in value):
+            labels = [option["label"] for option in value]
         if isinstance(value, str) or len(value) > len(ascii_uppercase):
             raise DataError(
                 f"{self.source!r}, column {self.options!r}: options must be a list of at most {len(ascii_uppercase)} texts, got "
@@ -113,7 +117,7 @@ class Columns:
         golds = [(gold, labels, texts) for gold, labels, texts in rows if gold and texts]
         found = {
             name: sum(_place(name, _final(gold) or gold, *options) is not None for gold, *options in golds)
-            for name in ("label", "text", "number")
+            for name in ("label", "text", "number", "number from 1")
         }
         best = max(found, key=lambda name: found[name])
         if 2 * found[best] < len(golds):
@@ -168,7 +172,8 @@ def _final(text: str | None) -> str | None:
 
 def _place(reading: str, gold: str, labels: list[str], texts: list[str]) -> int | None:
     """Which option a gold answer names, by its label, its text or its number."""
-    if reading == "number":
-        return int(gold) if gold.isdecimal() and int(gold) < len(texts) else None
+    if reading.startswith("number"):
+        place = int(gold) - (reading != "number") if gold.isdecimal() else -1
+        return place if 0 <= place < len(texts) else None
     name, names = (gold.strip("(). ").upper(), labels) if reading == "label" else (gold, texts)
     return names.index(name) if names.count(name) == 1 else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 
-from ..memory.identity import prompt_id
+from ..memory.identity import own_id, prompt_id
 from .columns import Columns, advice
 from .gym import load_gym
 from .sources import GYM, DataError, load_table, parse_reference
@@ -107,6 +107,8 @@ def load_prompts(
     parsed = parse_reference(reference)
     table = load_gym(reference) if reference.startswith(GYM) else load_table(parsed)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
+    # The verifiers of reasoning-gym need no gold answer, and some tasks have none
+    unlabelled |= reference.startswith(GYM)
     columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled)
     if limit is not None:
         table = table.select(range(min(limit, len(table))))
@@ -141,7 +143,9 @@ def _converted(table: Dataset, columns: Columns, style: PromptStyle) -> Dataset:
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         prompt, gold = style.write(columns.problem(row), columns.source), columns.gold(row)
-        made = {"prompt": prompt, "solution": gold, "prompt_id": prompt_id(prompt, gold), "source": columns.source}
+        own = row.get("prompt_id")
+        made = {"prompt": prompt, "solution": gold, "source": columns.source}
+        made["prompt_id"] = prompt_id(prompt, gold) if own is None else own_id(own)
         return made | {new: row[old] for old, new in kept.items()}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:

@@ -83,6 +83,10 @@ def check_comparable(folder: Path, evaluation: Evaluation):
             "flags, and give the folder that the command names."
         )
     both = json.loads((folder / FILE).read_text(encoding="utf-8")), evaluation.settings
+    if missing := sorted(set(evaluation.tasks) - set(both[0]["tasks"])):
+        raise EvaluationError(
+            f"`{folder}` has no results of the tasks {missing}. Evaluate that model on them first, or leave them out."
+        )
     there, now = (settings | settings.pop("decoding") for settings in both)
     changed = [name for name in now if name != "seed" and there.get(name) != now[name]]
     if changed:

@@ -116,7 +116,7 @@ class TransformersEngine:
         ids = [torch.tensor(prompt, device=self.model.device) for prompt in prompts]
         processors = LogitsProcessorList()
         if decoding.temperature > 0:
-            processors += [TemperatureLogitsWarper(decoding.temperature)]
+            processors += [TemperatureLogitsWarper(float(decoding.temperature))]
             processors += [TopKLogitsWarper(decoding.top_k)] if decoding.top_k else []  # each sorts the vocabulary
             processors += [TopPLogitsWarper(decoding.top_p)] if decoding.top_p < 1 else []
             processors += [KeyedSampling(seeds)]

@@ -1,5 +1,7 @@
 """Evaluates an engine on tasks: asks, scores as training does, and computes the metrics."""
 
+import asyncio
+import inspect
 import json
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from tqdm.auto import tqdm
 from ..files import write_atomically
 from ..record.evaluations import FILE
 from ..rewards import RewardFunction, accuracy_reward, reasoning_gym_reward
+from ..rewards.gym import COLUMN
 from .engines import Sampler, SampleRequest
 from .settings import Decoding, EvaluationError
 from .statistics import estimate, majority, mean_over_tasks, pass_at_k
@@ -75,6 +78,8 @@ class Evaluation:
         settings, path = {"model": engine.name, **self.settings}, folder / FILE
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         tasks = before["tasks"] if {name: before.get(name) for name in settings} == settings else {}
+        if not tasks:  # they are of samples that are replaced from here on
+            path.unlink(missing_ok=True)
         found: dict[str, list[list[float]]] = defaultdict(list)
         for task, problems in self.tasks.items():
             samples = self._sampled(engine, task, progress)
@@ -85,10 +90,10 @@ class Evaluation:
                 found[metric].append(values)
             metrics = {metric: estimate(values) for metric, values in scores.items()}
             tasks[task] = {"metrics": metrics, "problems": len(problems), **counts}
-        mean = {name: mean_over_tasks(each) for name, each in found.items() if len(each) == len(tasks) > 1}
-        text = json.dumps({**settings, "tasks": tasks, "mean": mean or None}, indent=1)
-        write_atomically(path, text.encode())
-        return json.loads(text)
+            mean = {name: mean_over_tasks(each) for name, each in found.items() if len(each) == len(tasks) > 1}
+            text = json.dumps({**settings, "tasks": tasks, "mean": mean or None}, indent=1)
+            write_atomically(path, text.encode())  # what comes next may fail
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def _sampled(self, engine: Sampler, task: str, progress: bool) -> list[Sample]:
         """All samples of a task, in order."""
@@ -132,13 +137,15 @@ def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, 
 def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:
     """What the reward, or the problem's own verifier, says of a completion, and the answer that it has."""
     answers: list[str] = []
-    reward = reward if problem.entry is None else reasoning_gym_reward
+    reward = reward if problem.columns.get(COLUMN) is None else reasoning_gym_reward
     completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
-    (value,) = reward(
+    values: Any = reward(
+        **{name: [value] for name, value in problem.columns.items()},
         prompts=[problem.prompt],
         completions=[completion],
         solution=[problem.gold],
-        reasoning_gym=[problem.entry],
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
     )
+    (value,) = asyncio.run(values) if inspect.iscoroutine(values) else values
+    value = None if value is None else float(value)  # of NumPy, or a tensor
     return value, answers[0] if answers else text.strip()

@@ -1,13 +1,15 @@
 """The tasks as data, and their problems as training would read them."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
 
 from ..data import DataError, load_prompts
 from ..data.sources import FILE_FORMATS
 from ..names import near
-from ..rewards.gym import COLUMN
 from .settings import Decoding, EvaluationError
 
 
@@ -58,7 +60,7 @@ class Problem:
     id: str
     prompt: str | list[dict[str, str]]
     gold: str | None
-    entry: str | None = None  # of reasoning-gym, whose verifier then scores
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the others of its row, which rewards may read
 
     @property
     def text(self) -> str:
@@ -85,7 +87,9 @@ def _of_address(address: str) -> Task:
     name = path.stem if path.suffix in FILE_FORMATS else path.name.rpartition(":")[2]
     if name in ("test", "train", "data"):  # results are kept by name, and many files are called so
         name = f"{path.resolve().parent.name}_{name}"
-    return Task(name, address)
+    rows = [value for key, value in parse_qsl(address.partition("?")[2]) if key in ("config", "split")]
+    parts = [re.sub(r"\W+", "-", value).strip("-") for value in rows if value != "test"]
+    return Task("_".join([name, *parts]), address)
 
 
 def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> list[Problem]:
@@ -101,8 +105,7 @@ def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> l
     except DataError as error:
         raise EvaluationError(f"Task {task.name!r}: {error}") from error
     problems: dict[str, Problem] = {}
-    entries = table[COLUMN] if COLUMN in table.column_names else [None] * len(table)
-    for number, *fields in zip(table["prompt_id"], table["prompt"], table["solution"], entries, strict=True):
-        name = f"{number % 2**64:016x}"
-        problems.setdefault(name, Problem(name, *fields))
+    for row in table:
+        name, prompt, gold = f"{row.pop('prompt_id') % 2**64:016x}", row.pop("prompt"), row.pop("solution")
+        problems.setdefault(name, Problem(name, prompt, gold, row))
     return list(problems.values())[:limit]

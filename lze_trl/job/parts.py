@@ -57,7 +57,8 @@ def make_evaluation(
         problems = {task.name: load_problems(task, decoding, limit) for task in find_tasks(tasks)}
     rewards = make_rewards(script_args, args)
     votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
-    reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else rewards[0]
+    named = [reward for reward in rewards if reward.__name__ == args.pass_reward]
+    reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else [*named, *rewards][0]
     return Evaluation(problems, decoding, samples, reward)
 
 
@@ -78,12 +79,12 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> In
     What self-instruction begins with: the bare problems of the training sets, those that no new problem may resemble (of
     all that the recipe evaluates on), the prompts around problems, and the recipe's own generator.
     """
-    plain: dict[str, Any] = {"conversational": False, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
+    plain: dict[str, Any] = {"conversational": True, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
     train, held_out = load_data(replace(script_args, **plain), args)
-    references = [] if held_out is None else list(held_out["prompt"])
+    references = [] if held_out is None else [prompt[-1]["content"] for prompt in held_out["prompt"]]
     for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
-        references += [problem.text for problem in load_problems(task, Decoding(chat=False, prompt_suffix=""))]
-    seeds = Seeds(tuple(train["prompt"]), tuple(dict.fromkeys(references)))
+        references += [problem.prompt[-1]["content"] for problem in load_problems(task, Decoding(prompt_suffix=""))]
+    seeds = Seeds(tuple(prompt[-1]["content"] for prompt in train["prompt"]), tuple(dict.fromkeys(references)))
     style = PromptStyle(script_args.conversational, script_args.system_prompt, script_args.prompt_suffix)
     return Instruction(seeds, style, load_named("instruct_generator", script_args.instruct_generator))
 

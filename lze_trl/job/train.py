@@ -59,7 +59,9 @@ def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
     training_args.report_to, training_args.summary = [], False
-    training_args.push_to_hub = training_args.log_completions = False  # each makes a repository when the trainer is made
+    training_args.push_to_hub = training_args.log_completions = (
+        False  # each makes a repository when the trainer is made
+    )
     with user_errors():
         trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
         return trainer.forecast(num_prompts)

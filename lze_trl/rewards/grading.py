@@ -91,9 +91,9 @@ def gold_text(value: Any) -> str | None:
     )
 
 
-def last_boxed(text: str) -> str | None:
+def last_boxed(text: str, braced: bool = False) -> str | None:
     r"""
-    Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed.
+    Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed; `\boxed 5` counts as well, unless it must be `braced`.
 
     math-verify joins neighbouring boxes, but worked solutions box a value and then its other form, or an intermediate result.
     """
@@ -102,7 +102,7 @@ def last_boxed(text: str) -> str | None:
         return None
     rest = text[start + len(command) :].lstrip()
     if not rest.startswith("{"):
-        return rest.partition("$")[0].strip() or None  # \boxed 5$
+        return None if braced else rest.partition("$")[0].strip() or None  # \boxed 5$
     depth = 0
     for brace in _BRACE.finditer(rest):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
@@ -117,9 +117,14 @@ def marked_answer(text: str) -> str | None:
     return (rest.strip().partition("\n")[0].strip() or None) if mark else None
 
 
+def after_thinking(text: str) -> str:
+    """What follows the thinking (`</think>`); nothing of one that was cut off."""
+    return text.rpartition("</think>")[2].partition("<think>")[0]
+
+
 def final_part(text: str) -> str:
     """What follows the thinking (`</think>`), and of that what stands between `<answer>` and `</answer>`, if there is such a part."""
-    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    text = after_thinking(text)
     parts = [part.partition("</answer>")[0].strip() for part in text.split("<answer>")[1:]]
     return next((part for part in reversed(parts) if part), text.strip())
 

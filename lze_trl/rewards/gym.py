@@ -20,17 +20,9 @@ COLUMN = "reasoning_gym"
 
 # Their verifiers pass the answer of the model, or text of the data, to Python's `eval`, themselves or by sympy's parser
 _EVALUATING = {
-    *(
-        "binary_matrix",
-        "bitwise_arithmetic",
-        "codeio",
-        "countdown",
-        "intermediate_integration",
-        "n_queens",
-        "puzzle24",
-    ),
-    *("number_sorting", "polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion"),
-}
+    "binary_matrix", "bitwise_arithmetic", "codeio", "countdown", "intermediate_integration", "n_queens", "puzzle24",
+    "number_sorting", "polynomial_multiplication", "simple_integration", "spiral_matrix", "string_insertion",
+}  # fmt: skip
 # Others that JSON does not fit: Python tuples are compared, or tasks are mixed by a list
 _UNFIT = frozenset({"arc_agi", "composite", "rearc"})
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -76,7 +76,7 @@ def read_vote(text: str, truncated: bool) -> str | None:
     `None` also if the box is blank (`\text{ }`, `\square`, `___`), or holds a placeholder ("your answer here", "N/A") or a refusal
     ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
     """
-    box = None if truncated else last_boxed(final_part(text))
+    box = None if truncated else last_boxed(final_part(text), braced=True)
     if box is None:
         return None
     shown = " ".join(_LAYOUT.sub(" ", box).split())

@@ -9,6 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..rewards.grading import after_thinking
+
 
 # In our words what the published one says
 SYSTEM_PROMPT = (
@@ -39,7 +41,7 @@ class Tagged:
 
     def read(self, text: str, after: int, truncated: bool) -> list[Item]:
         """The problems of an answer to a request with k = `after` exemplars."""
-        parts = (part.partition(_CLOSE) for part in text.split(_OPEN)[1:])
+        parts = (part.partition(_CLOSE) for part in after_thinking(text).split(_OPEN)[1:])
         return [Item(problem.strip(), bool(closing)) for problem, closing, _ in parts if problem.strip()]
 
 
@@ -56,7 +58,7 @@ class Numbered:
         return "\n".join(["Come up with a series of questions:", *lines, f"{len(exemplars) + 1}."])
 
     def read(self, text: str, after: int, truncated: bool) -> list[Item]:
-        rest, count, texts = text.strip(), after + 1, []
+        rest, count, texts = after_thinking(text).strip(), after + 1, []
         start = re.match(r"\**(\d+)[.)]\**\s", rest)
         if start and int(start[1]) in (1, count):  # a model may begin its own list
             count, rest = int(start[1]), rest[start.end() :]
