@@ -49,7 +49,7 @@ class GenerationStep:
     def __post_init__(self):
         self.generation = 0  # generation batches so far
         self.micro_step = 0  # calls of `training_step` so far
-        self.batch: Batch | None = None  # the last one, as it is trained on
+        self.batch: Any = None  # the last `Batch`, as it is trained on
         self.window = Window()  # the optimizer step under way
         self.histories: dict[str, Any] = {}  # of callbacks, by their name in a checkpoint: told of every batch
         self.advice = Advice(self.args, self.recorder.reward_names)

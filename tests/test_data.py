@@ -213,7 +213,7 @@ CHOICES = {
     "texts": [{"question": "2+2?", "options": ["3", "4"], "answer": "4"}],
     "numbers": [{"question": "2+2?", "choices": ["three", "four"], "answer": 1}],
     "labels": [{"question": "2+2?", "choices": {"text": ["3", "4"], "label": ["x", "Y"]}, "answerKey": "Y"}],
-    "mapping": [{"question": "2+2?", "options": {"P": "3", "Q": "4", "R": None}, "answer": "Q"}],
+    "mapping": [{"question": "2+2?", "options": {"p": "3", "q": "4", "r": None}, "answer": "q"}],
     "labelled": [
         {"question": "2+2?", "choices": [{"label": "1", "text": "3"}, {"label": "2", "text": "4"}], "answer": "2"}
     ],

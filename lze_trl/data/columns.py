@@ -175,5 +175,7 @@ def _place(reading: str, gold: str, labels: list[str], texts: list[str]) -> int 
     if reading.startswith("number"):
         place = int(gold) - (reading != "number") if gold.isdecimal() else -1
         return place if 0 <= place < len(texts) else None
-    name, names = (gold.strip("(). ").upper(), labels) if reading == "label" else (gold, texts)
+    name, names = (
+        (gold.strip("(). ").upper(), [label.upper() for label in labels]) if reading == "label" else (gold, texts)
+    )
     return names.index(name) if names.count(name) == 1 else None

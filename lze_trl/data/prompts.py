@@ -143,9 +143,8 @@ def _converted(table: Dataset, columns: Columns, style: PromptStyle) -> Dataset:
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         prompt, gold = style.write(columns.problem(row), columns.source), columns.gold(row)
-        own = row.get("prompt_id")
-        made = {"prompt": prompt, "solution": gold, "source": columns.source}
-        made["prompt_id"] = prompt_id(prompt, gold) if own is None else own_id(own)
+        id = prompt_id(prompt, gold) if row.get("prompt_id") is None else own_id(row["prompt_id"])
+        made = {"prompt": prompt, "solution": gold, "prompt_id": id, "source": columns.source}
         return made | {new: row[old] for old, new in kept.items()}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:

@@ -83,7 +83,8 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> In
     train, held_out = load_data(replace(script_args, **plain), args)
     references = [] if held_out is None else [prompt[-1]["content"] for prompt in held_out["prompt"]]
     for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
-        references += [problem.prompt[-1]["content"] for problem in load_problems(task, Decoding(prompt_suffix=""))]
+        problems: list[Any] = load_problems(task, Decoding(prompt_suffix=""))
+        references += [problem.prompt[-1]["content"] for problem in problems]
     seeds = Seeds(tuple(prompt[-1]["content"] for prompt in train["prompt"]), tuple(dict.fromkeys(references)))
     style = PromptStyle(script_args.conversational, script_args.system_prompt, script_args.prompt_suffix)
     return Instruction(seeds, style, load_named("instruct_generator", script_args.instruct_generator))

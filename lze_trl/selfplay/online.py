@@ -50,13 +50,7 @@ class OnlineInstruction:
     `args` is the [`LZEGRPOConfig`] of the run.
     """
 
-    def __init__(
-        self,
-        args: Any,
-        instruction: Instruction | None,
-        dataset: Dataset,
-        accelerator: Accelerator,
-    ):
+    def __init__(self, args: Any, instruction: Instruction | None, dataset: Dataset, accelerator: Accelerator):
         self._args, self._accelerator = args, accelerator
         self._instruction = instruction or Instruction.of(dataset)
         self.writer = self._instruction.writer(args)

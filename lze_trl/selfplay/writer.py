@@ -71,14 +71,8 @@ class Writer:
     ):
         self.settings, self.seeds, self.seed, self.generator = settings, seeds, seed, generator
         self.template = TEMPLATES[settings.template]
-        self.decoding = Decoding(
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            max_tokens=settings.max_tokens,
-            presence_penalty=settings.presence_penalty,
-            seed=seed,
-            chat=conversational,
-        )
+        sampling = {n: vars(settings)[n] for n in ("temperature", "top_p", "max_tokens", "presence_penalty")}
+        self.decoding = Decoding(**sampling, seed=seed, chat=conversational)
         self.rounds = 0
         self.rejected: Counter[str] = Counter()
         texts = list(dict.fromkeys(text.strip() for text in seeds.problems if text))
