@@ -178,16 +178,16 @@ def _move_aside(directory: Path):
 
 
 def _remove_rows(directory: Path, generation: int):
-    """Remove the rows from a generation batch on."""
-    for table in SQL_TYPES:
-        for path in list_parts(directory / table):
-            last, _, name = path.name.partition("-")
-            if int(last) >= generation:
-                # Every checkpoint flushes, so that whole files go, unless the disk was full then
-                kept = ds.dataset(path).to_table(filter=ds.field("generation") < generation)
-                if len(kept):
-                    write_part(path.with_name(f"{generation - 1:08d}-{name}"), kept)
-                path.unlink()
+    """Remove the rows from a generation batch on; nothing, if one file of them cannot be read."""
+    kept = {}
+    for path in [path for table in SQL_TYPES for path in list_parts(directory / table)]:
+        if int(path.name.partition("-")[0]) >= generation:
+            # Every checkpoint flushes, so that whole files go, unless the disk was full then
+            kept[path] = ds.dataset(path).to_table(filter=ds.field("generation") < generation)
+    for path, rows in kept.items():
+        if len(rows):
+            write_part(path.with_name(f"{generation - 1:08d}-{path.name.partition('-')[2]}"), rows)
+        path.unlink()
 
 
 def _recorded_prompts(directory: Path) -> set[int]:
