@@ -11,6 +11,7 @@ seconds a step are those of the timed server ([`benchmarks.timed_server`]). *Rou
 """
 
 import argparse
+from collections import Counter
 
 import numpy as np
 from rich.console import Console
@@ -22,7 +23,7 @@ from .timed_server import Timing, on_paper
 def seconds(timing: Timing, prompts: int, group_size: int, live: float, batches: int, seed: int) -> dict[str, float]:
     """Seconds and tokens of the rollouts, × those of plain GRPO."""
     rng = np.random.default_rng(seed)
-    found: dict[str, list[float]] = {}
+    sums: Counter[str] = Counter()
     before = None
     for _ in range(batches + 1):
         deviations = rng.normal(size=(prompts, group_size + 1)) + rng.normal(size=(prompts, 1)) / 2
@@ -39,10 +40,8 @@ def seconds(timing: Timing, prompts: int, group_size: int, live: float, batches:
                 "tokens": first.sum() + rest[chosen].sum(),
                 "filled tokens": first.sum() + before.sum(),
             }
-            for name, value in row.items():
-                found.setdefault(name, []).append(float(value))
+            sums.update(row)
         before = lengths[chosen, 1:]  # whole groups, by the weights that have come
-    sums = {name: sum(values) for name, values in found.items()}
     return {name: value / sums["plain tokens" if "tokens" in name else "plain"] for name, value in sums.items()}
 
 

@@ -1,6 +1,5 @@
 """Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
 
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -14,14 +13,13 @@ from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .files import write_atomically
+from .files import numbered, write_atomically
 
 
 SCHEMA_VERSION = 8
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
-REPLACED = "replaced"
-"""Folders of a run with the checkpoints of earlier ones, numbered."""
+REPLACED = "replaced"  # folders of a run with the checkpoints of earlier ones, numbered
 ARRAYS = "arrays"
 """Suffix of our files in the format safetensors: vLLM takes every `*.safetensors` of a folder for weights of the model."""
 _FORMAT = "lze_trl"
@@ -113,8 +111,7 @@ def set_aside(run_dir: str | Path) -> Path | None:
     """Move the checkpoints of an earlier run into a folder, which is returned: no resume is to take them for those of this run."""
     if not (found := checkpoints(run_dir)):
         return None
-    number = next(n for n in itertools.count(1) if not Path(run_dir, f"{REPLACED}.{n}").exists())
-    folder = Path(run_dir, f"{REPLACED}.{number}")
+    folder = numbered(Path(run_dir, REPLACED))
     folder.mkdir()
     for path in found:
         path.rename(folder / path.name)

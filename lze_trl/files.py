@@ -1,5 +1,6 @@
 """Files that appear whole or not at all."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -15,3 +16,9 @@ def write_atomically(path: Path, content: bytes):
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def numbered(path: Path) -> Path:
+    """The path with the first number behind it, from `.1` on, that nothing has yet."""
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

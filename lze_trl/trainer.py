@@ -197,12 +197,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
     def _build_parts(
-        self,
-        planner: Planner,
-        controller: RolloutController,
-        selector: Selector,
-        instruction: Any,
-        recurring: bool,
+        self, planner: Planner, controller: RolloutController, selector: Selector, instruction: Any, recurring: bool
     ):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)

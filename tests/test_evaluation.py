@@ -274,14 +274,8 @@ def test_a_task_asks_for_what_its_kind_needs(tmp_path, kind, asks):
 def test_tasks_are_given_by_name_or_address(tmp_path):
     names = ["gsm8k", "some/where/sums.jsonl", "some/where/test.jsonl", "me/own?split=test", "reasoning_gym:ab?size=3"]
     names += ["me/own?config=hard&split=train[:10]"]
-    assert [task.name for task in find_tasks(names)] == [
-        "gsm8k",
-        "sums",
-        "where_test",
-        "own",
-        "ab",
-        "own_hard_train-10",
-    ]
+    expected = ["gsm8k", "sums", "where_test", "own", "ab", "own_hard_train-10"]
+    assert [task.name for task in find_tasks(names)] == expected
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
     with pytest.raises(EvaluationError, match="given twice"):
@@ -321,20 +315,7 @@ def test_the_command_evaluates_and_compares(tmp_path, sums, capsys):
     more = tmp_path / "more.jsonl"
     more.write_text(sums.read_text())
     with pytest.raises(SystemExit, match=r"has no results of the tasks \['more'\]"):
-        main(
-            [
-                "eval",
-                "none",
-                "--tasks",
-                str(sums),
-                str(more),
-                "--max_tokens",
-                "5",
-                "--no_chat",
-                "--compare",
-                str(folders[1]),
-            ]
-        )
+        main(f"eval none --tasks {sums} {more} --max_tokens 5 --no_chat --compare {folders[1]}".split())
 
 
 def test_only_the_model_card_of_a_run_is_written_into(tmp_path, sums, monkeypatch):

@@ -176,16 +176,13 @@ def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_s
 
 
 def test_rules_of_the_user_stay(tmp_path):
-    hub.keep_private(tmp_path / "new")
-    assert (
-        tmp_path / "new" / ".gitignore"
-    ).read_text() == "/telemetry/\n/telemetry.*/\n/report/\n/evaluations/\n/replaced.*/\n"
-    (tmp_path / ".gitignore").write_text("*.pt\n/report/")
+    new, own = tmp_path / "new" / ".gitignore", tmp_path / ".gitignore"
+    hub.keep_private(new.parent)
+    assert new.read_text() == "/telemetry/\n/telemetry.*/\n/report/\n/evaluations/\n/replaced.*/\n"
+    own.write_text("*.pt\n/report/")
     for _ in range(2):
         hub.keep_private(tmp_path)
-        assert (
-            tmp_path / ".gitignore"
-        ).read_text() == "*.pt\n/report/\n/telemetry/\n/telemetry.*/\n/evaluations/\n/replaced.*/\n"
+        assert own.read_text() == "*.pt\n/report/\n/telemetry/\n/telemetry.*/\n/evaluations/\n/replaced.*/\n"
 
 
 def test_directories_need_no_hub(run_dir):

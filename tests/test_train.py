@@ -117,9 +117,8 @@ def test_resume_points(job, tmp_path, caplog):
     assert point(resume_from_checkpoint="auto") == point(resume_from_checkpoint=path) == path
     with pytest.raises(ValueError, match="`nowhere` is no complete checkpoint"):
         point(resume_from_checkpoint="nowhere")
-    train(
-        job(max_steps=1, eval_datasets=[])
-    )  # from the beginning, and shorter: what is resumed next is this run, not the longer one
+    # From the beginning, and shorter: what is resumed next is this run, not the longer one
+    train(job(max_steps=1, eval_datasets=[]))
     assert "holds an earlier run, which this one replaces" in caplog.text
     assert point(resume_from_checkpoint="auto") == str(tmp_path / "run" / "checkpoint-1")
     assert (tmp_path / "run" / "replaced.1" / "checkpoint-2" / "lze_state.json").is_file()

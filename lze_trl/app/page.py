@@ -1,6 +1,7 @@
 """The app: one page that follows the runs while they train, made of Gradio's own components and Plotly's charts."""
 
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,8 @@ class _Page:
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
                 changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run)}
-                changes |= dict.fromkeys(self.plots, "")
-                changes |= dict(zip(self.plots, (figure.to_json() for figure in charts.overview(run)), strict=False))
+                shown = (figure.to_json() for figure in charts.overview(run))
+                changes |= dict(zip_longest(self.plots, shown, fillvalue=""))  # none before the first batch
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)
             else:

@@ -175,7 +175,6 @@ def _place(reading: str, gold: str, labels: list[str], texts: list[str]) -> int 
     if reading.startswith("number"):
         place = int(gold) - (reading != "number") if gold.isdecimal() else -1
         return place if 0 <= place < len(texts) else None
-    name, names = (
-        (gold.strip("(). ").upper(), [label.upper() for label in labels]) if reading == "label" else (gold, texts)
-    )
-    return names.index(name) if names.count(name) == 1 else None
+    if reading == "label":
+        gold, texts = gold.strip("(). ").upper(), [label.upper() for label in labels]
+    return texts.index(gold) if texts.count(gold) == 1 else None

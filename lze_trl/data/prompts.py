@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
 
-from ..memory.identity import own_id, prompt_id
+from ..memory.identity import id_of
 from .columns import Columns, advice
 from .gym import load_gym
 from .sources import GYM, DataError, load_table, parse_reference
@@ -105,11 +105,10 @@ def load_prompts(
         raise ValueError(f"`limit` must be at least 1, got {limit}. Leave it unset to read all rows.")
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
     parsed = parse_reference(reference)
-    table = load_gym(reference) if reference.startswith(GYM) else load_table(parsed)
+    is_gym = reference.startswith(GYM)  # whose verifiers need no gold answers; some tasks have none
+    table = load_gym(reference) if is_gym else load_table(parsed)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
-    # The verifiers of reasoning-gym need no gold answer, and some tasks have none
-    unlabelled |= reference.startswith(GYM)
-    columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled)
+    columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled or is_gym)
     if limit is not None:
         table = table.select(range(min(limit, len(table))))
     return _converted(table, columns, style)
@@ -143,8 +142,8 @@ def _converted(table: Dataset, columns: Columns, style: PromptStyle) -> Dataset:
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         prompt, gold = style.write(columns.problem(row), columns.source), columns.gold(row)
-        id = prompt_id(prompt, gold) if row.get("prompt_id") is None else own_id(row["prompt_id"])
-        made = {"prompt": prompt, "solution": gold, "prompt_id": id, "source": columns.source}
+        made = {"prompt": prompt, "solution": gold, "prompt_id": row.get("prompt_id"), "source": columns.source}
+        made["prompt_id"] = id_of({name: made[name] for name in _OWN[:3]}, "solution")
         return made | {new: row[old] for old, new in kept.items()}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:

@@ -59,9 +59,8 @@ def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
     training_args.report_to, training_args.summary = [], False
-    training_args.push_to_hub = training_args.log_completions = (
-        False  # each makes a repository when the trainer is made
-    )
+    # The constructor makes a repository for either
+    training_args.push_to_hub = training_args.log_completions = False
     with user_errors():
         trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
         return trainer.forecast(num_prompts)
@@ -103,9 +102,7 @@ def trainer_arguments(
 
 
 def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> str | None:
-    """
-    Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any.
-    """
+    """Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any."""
     wanted, checkpoint = str(args.resume_from_checkpoint or "false").lower(), args.resume_from_checkpoint
     if wanted in ("true", "auto"):
         checkpoint = last_complete_checkpoint(args.output_dir)

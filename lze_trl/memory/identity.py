@@ -86,7 +86,7 @@ def add_prompt_ids(
 
     def ids(batch):
         rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-        return {ID_COLUMN: [_id_of(row, answer) for row in rows]}
+        return {ID_COLUMN: [id_of(row, answer) for row in rows]}
 
     if isinstance(dataset, IterableDataset):
         return dataset.map(ids, batched=True)
@@ -132,13 +132,10 @@ def _shown(transform: Callable[[dict[str, list]], dict[str, list]], batch: dict[
     return {**rows, ID_COLUMN: batch[ID_COLUMN]}
 
 
-def own_id(value: Any) -> int:
-    """The id of a prompt whose row has one: integers stay as they are, so that the user finds them again in the telemetry."""
-    return value if isinstance(value, int) and -(2**63) <= value < 2**63 else _hash(str(value))
-
-
-def _id_of(row: dict[str, Any], answer: str | None) -> int:
-    if row.get("prompt_id") is not None:
-        return own_id(row["prompt_id"])
+def id_of(row: dict[str, Any], answer: str | None) -> int:
+    """Id of a row, whose gold answer is in the column `answer`: that in its own column `prompt_id`, or else of its content."""
+    own = row.get("prompt_id")
+    if own is not None:  # integers stay as they are, so that the user finds them again in the telemetry
+        return own if isinstance(own, int) and -(2**63) <= own < 2**63 else _hash(str(own))
     others = {name: value for name, value in row.items() if name not in (*_NO_CONTENT, answer)}
     return prompt_id(row.get("prompt"), row.get(answer) if answer else None, others)

@@ -16,15 +16,20 @@ class RowIndex:
 
     def __init__(self, ids: np.ndarray = _EMPTY[0]):
         order = np.argsort(ids)
-        self.runs = [(ids[order], order.astype(np.int32)), _EMPTY]
+        self._runs = [(ids[order], order.astype(np.int32)), _EMPTY]
 
     def __len__(self) -> int:
-        return sum(len(ids) for ids, _ in self.runs)
+        return sum(len(ids) for ids, _ in self._runs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the index, in bytes."""
+        return sum(ids.nbytes + rows.nbytes for ids, rows in self._runs)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Row of each id, shape `(n,)`, int64; −1 for an unknown id."""
         found = np.full(len(ids), -1, dtype=np.int64)
-        for known, rows in self.runs:
+        for known, rows in self._runs:
             if len(known):
                 places = np.minimum(np.searchsorted(known, ids), len(known) - 1)
                 found = np.where(known[places] == ids, rows[places], found)
@@ -33,10 +38,10 @@ class RowIndex:
     def add(self, ids: np.ndarray) -> np.ndarray:
         """Add unknown ids. Returns their rows, shape `(n,)`."""
         rows = np.arange(len(self), len(self) + len(ids))
-        most, latest = self.runs[0], _merged(self.runs[1], ids, rows)
+        most, latest = self._runs[0], _merged(self._runs[1], ids, rows)
         if len(latest[0]) > max(1000, len(most[0]) // 32):
             most, latest = _merged(most, *latest), _EMPTY
-        self.runs = [most, latest]
+        self._runs = [most, latest]
         return rows
 
 

@@ -3,6 +3,11 @@
 import numpy as np
 
 
+def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
+    """Completions n = min(rollouts, memory) that the posterior rests on, float64."""
+    return np.minimum(rollouts.astype(np.float64), memory)
+
+
 def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
@@ -10,13 +15,13 @@ def remembered_mean(
     Mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n + p·k) / (n + k),
     where e is the mean before the visit and n = min(rollouts, memory).
     """
-    strength = np.minimum(rollouts, memory)
+    strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
 
 
 def posterior_mean(expected: np.ndarray, rollouts: np.ndarray, memory: float) -> np.ndarray:
     """Posterior mean a / (a + b) of the pass rate: a = 1 + e·n, and b = 1 + (1 − e)·n."""
-    strength = np.minimum(rollouts, memory)
+    strength = posterior_strength(rollouts, memory)
     return (1.0 + expected.astype(np.float64) * strength) / (2.0 + strength)
 
 

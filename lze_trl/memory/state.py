@@ -10,7 +10,7 @@ from ..select.energy import anchor, score_groups
 from .foresight import Foresight, History
 from .index import RowIndex
 from .outcomes import RewardRange
-from .posterior import posterior_mean, remembered_mean
+from .posterior import posterior_mean, posterior_strength, remembered_mean
 from .threshold import Threshold
 
 
@@ -74,7 +74,7 @@ class PromptState:
     @property
     def nbytes(self) -> int:
         """Memory of table and index, in bytes."""
-        return self._table.nbytes + sum(ids.nbytes + rows.nbytes for ids, rows in self._index.runs)
+        return self._table.nbytes + self._index.nbytes
 
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Row of each prompt, shape `(n,)`; −1 if it was never visited."""
@@ -184,7 +184,7 @@ class PromptState:
         rollouts = record["rollouts"].astype(np.int64)
         return History(
             pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
-            strength=np.minimum(rollouts, memory),
+            strength=posterior_strength(rollouts, memory),
             last=self._scaled(record["last"]),
             age=(self.batches - record["last_batch"]).astype(np.float64),
             **{name: record[name].astype(np.float64) for name in ("visits", "streak", "stopped", *_LOGPROBS)},

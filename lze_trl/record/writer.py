@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..files import write_atomically
+from ..files import numbered, write_atomically
 from .schema import DIRECTORY, RENEWED_SECONDS, SQL_TYPES, Meta, MissingTelemetryError, Status, TelemetryError
 from .tables import GenerationRecord, tables_of, to_table
 
@@ -170,20 +169,16 @@ def _move_aside(directory: Path):
     """Rename the folder of another run, whose rows are none of this run's."""
     if not directory.is_dir() or not any(directory.iterdir()):
         return
-    number = 1
-    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
-        number += 1
-    os.replace(directory, aside)
+    aside = directory.rename(numbered(directory))
     logger.warning("`%s` held telemetry that this run cannot continue, which is now `%s`.", directory, aside)
 
 
 def _remove_rows(directory: Path, generation: int):
     """Remove the rows from a generation batch on; nothing, if one file of them cannot be read."""
-    kept = {}
-    for path in [path for table in SQL_TYPES for path in list_parts(directory / table)]:
-        if int(path.name.partition("-")[0]) >= generation:
-            # Every checkpoint flushes, so that whole files go, unless the disk was full then
-            kept[path] = ds.dataset(path).to_table(filter=ds.field("generation") < generation)
+    parts = [path for table in SQL_TYPES for path in list_parts(directory / table)]
+    later = [path for path in parts if int(path.name.partition("-")[0]) >= generation]
+    # Every checkpoint flushes, so that whole files go, unless the disk was full then
+    kept = {path: ds.dataset(path).to_table(filter=ds.field("generation") < generation) for path in later}
     for path, rows in kept.items():
         if len(rows):
             write_part(path.with_name(f"{generation - 1:08d}-{path.name.partition('-')[2]}"), rows)
