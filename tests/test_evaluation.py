@@ -274,8 +274,7 @@ def test_a_task_asks_for_what_its_kind_needs(tmp_path, kind, asks):
 def test_tasks_are_given_by_name_or_address(tmp_path):
     names = ["gsm8k", "some/where/sums.jsonl", "some/where/test.jsonl", "me/own?split=test", "reasoning_gym:ab?size=3"]
     names += ["me/own?config=hard&split=train[:10]"]
-    expected = ["gsm8k", "sums", "where_test", "own", "ab", "own_hard_train-10"]
-    assert [task.name for task in find_tasks(names)] == expected
+    assert [t.name for t in find_tasks(names)] == ["gsm8k", "sums", "where_test", "own", "ab", "own_hard_train-10"]
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
     with pytest.raises(EvaluationError, match="given twice"):

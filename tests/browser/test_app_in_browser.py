@@ -1,9 +1,9 @@
 """The app as its users see it: in Chromium, while a run is being recorded."""
 
 import json
+import multiprocessing
 import shutil
 import socket
-import threading
 import time
 import urllib.error
 import urllib.parse
@@ -161,7 +161,8 @@ def visits(page):
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
     training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
     recording = tmp_path / "live", training, 600, 0.1  # ten generation batches a second, for a minute
-    threading.Thread(target=record_synthetic_run, args=recording, daemon=True).start()
+    # A process, not a thread: one that still writes when the interpreter ends would abort it
+    multiprocessing.get_context("spawn").Process(target=record_synthetic_run, args=recording, daemon=True).start()
     wait_for(lambda: (tmp_path / "live" / "telemetry" / "generations").exists())
     with serve(tmp_path / "live") as address:
         open_page(page, address, "Prompts")
