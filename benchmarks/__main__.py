@@ -42,6 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="grid of --tune; default: 0.5 1 2 times the task's rate",
     )
     parser.add_argument("--jobs", type=int, help="runs at the same time; default: 1, which seconds need")
+    parser.add_argument(
+        "--micro_batch", metavar="ROWS", type=int, help="rows of a micro-batch, for several runs on one GPU"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/bench")
     parser.add_argument("--model", metavar="DIR", help="warm start to use instead of the task's own")
     parser.add_argument("--data", metavar="DIR", help="its data: a folder with train.jsonl and test.jsonl")

@@ -44,7 +44,7 @@ class Curve:
         costs (`dict[str, np.ndarray]`): Totals so far: `steps`, `flops`, `rollouts` and `updates` (FLOPs of each), `tokens`,
             `update_tokens`, `completions` rolled out, `live_groups` among them (NaN where not counted), `seconds`.
         shares (`dict[str, dict[str, float]]`): Share of rollout, log-probs and update in the `flops` and `seconds` of the run.
-        cpu (`str`): The processor that it was made on: seconds of different ones are not compared.
+        processor (`str`): The processor, and the GPU if there is one, that it was made on: seconds of different ones are not compared.
     """
 
     strategy: str
@@ -52,7 +52,7 @@ class Curve:
     accuracy: np.ndarray
     costs: dict[str, np.ndarray]
     shares: dict[str, dict[str, float]]
-    cpu: str
+    processor: str
 
     @property
     def final(self) -> float:
@@ -99,7 +99,7 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
         shares={
             cost: {phase: last[cost][phase] / last[cost]["total"] for phase in PHASES} for cost in ("flops", "seconds")
         },
-        cpu=result["machine"]["cpu"],
+        processor=" ".join(result["machine"].get(name, "") for name in ("gpu", "cpu")),
     )
 
 
@@ -213,7 +213,7 @@ def pairs(curves: Sequence[Curve], strategy: str, baseline: str) -> Pairs:
 
 def on_one_processor(runs: Pairs) -> Pairs:
     """Those of which both were made on the same processor."""
-    return [(run, base) for run, base in runs if run.cpu == base.cpu]
+    return [(run, base) for run, base in runs if run.processor == base.processor]
 
 
 def exchanged(curves: Sequence[Curve], baseline: str) -> Pairs:

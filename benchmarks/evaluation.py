@@ -182,7 +182,7 @@ class Evaluation:
         """
         passes = np.zeros(len(self.rows))
         golds = [row["solution"] for row in self.rows]
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for start in range(0, len(self.rows), _BATCH):
                 part = slice(start, start + _BATCH)

@@ -38,6 +38,7 @@ class Options:
         tune (`bool`): Whether to tune the learning rate of each strategy as well.
         rates (`Sequence[float]`): Grid of the tuning, as multiples of the task's learning rate.
         jobs (`int`): Runs at the same time.
+        micro_batch (`int`, *optional*): Rows of a micro-batch, for several runs on one GPU. Defaults to the task's own.
         output (`Path`): Folder of everything.
         model (`str`, *optional*), data (`str`, *optional*): Files instead of the task's own.
     """
@@ -51,6 +52,7 @@ class Options:
     tune: bool = False
     rates: Sequence[float] = (0.5, 1.0, 2.0)
     jobs: int = 1
+    micro_batch: int | None = None
     output: Path = Path("runs/bench")
     model: str | None = None
     data: str | None = None
@@ -230,6 +232,10 @@ def _job(
 ) -> Job:
     definition = TASKS[task]
     steps = options.steps or (definition.quick_steps if options.quick else definition.steps)
+    training = definition.training | (definition.on_gpu if has_gpu() else {})
+    if options.micro_batch is not None:
+        passes = training["generation_batch_size"] // options.micro_batch
+        training |= {"per_device_train_batch_size": options.micro_batch, "gradient_accumulation_steps": passes}
     settings = RunSettings(
         task=task,
         strategy=strategy,
@@ -241,7 +247,7 @@ def _job(
         learning_rate=learning_rate,
         threads=1,  # on small matrices, threads that wait for each other cost more than they save
         held_out=held_out,
-        training=definition.training | (definition.on_gpu if has_gpu() else {}),
+        training=training,
         overrides=STRATEGIES[strategy].overrides,
         model_hash=files.model_hash,
         data_hash=files.data_hash,

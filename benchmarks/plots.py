@@ -94,8 +94,8 @@ def _priced(curves: Sequence[Curve]) -> list[Curve]:
     """
     bases = [curve for curve in curves if curve.strategy == BASELINE]
     clocks = {
-        cpu: np.mean([base.costs["seconds"][-1] for base in bases if base.cpu == cpu])
-        for cpu in {b.cpu for b in bases}
+        processor: np.mean([base.costs["seconds"][-1] for base in bases if base.processor == processor])
+        for processor in {b.processor for b in bases}
     }
 
     def price(curve: Curve) -> np.ndarray:
@@ -105,7 +105,7 @@ def _priced(curves: Sequence[Curve]) -> list[Curve]:
         )
 
     def relative(curve: Curve) -> dict[str, np.ndarray]:
-        return {_LEADING: price(curve), "seconds": curve.costs["seconds"] / clocks.get(curve.cpu, np.nan)}
+        return {_LEADING: price(curve), "seconds": curve.costs["seconds"] / clocks.get(curve.processor, np.nan)}
 
     return [replace(curve, costs=curve.costs | relative(curve)) for curve in curves]
 

@@ -39,13 +39,20 @@ _LIBRARIES = ("lze-trl", "trl", "transformers", "torch", "accelerate", "datasets
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and threads of this machine."""
+    """Processor, cores, threads and GPU of this machine."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
         model = names[0] if names else model
-    return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads(), "system": platform.system()}
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+        **gpu,
+    }
 
 
 def circumstances() -> dict[str, Any]:
@@ -172,6 +179,8 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1)
     """
     begin, own_source = time.monotonic(), source()
     torch.set_num_threads(settings.threads)
+    # With a mask and 64 tokens over a multiple of 128, its gradient can be NaN: https://github.com/pytorch/pytorch/issues/196678
+    torch.backends.cuda.enable_cudnn_sdp(False)
     task = TASKS[settings.task]
     data = load(task, files, settings.held_out)
     trainer = build_trainer(settings, files, data.train, folder)

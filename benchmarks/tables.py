@@ -287,7 +287,8 @@ def _conditions(section: Section) -> str:
 
 
 def _machine(values: dict[str, Any]) -> str:
-    text = f"{values['cpu']}, {values['cores']} cores, {values['threads']} thread(s) a run"
+    gpu = f"{values['gpu']}, " if "gpu" in values else ""
+    text = f"{gpu}{values['cpu']}, {values['cores']} cores, {values['threads']} thread(s) a run"
     if "at_once" not in values:
         return text
     return f"{text}, {values['at_once']} {'run' if values['at_once'] == 1 else 'runs'} at a time"

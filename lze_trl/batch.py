@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import pandas as pd
 
 
 if TYPE_CHECKING:  # the app reads batches without what trains
@@ -340,6 +341,11 @@ def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.nda
     counts = np.bincount(group[scored], minlength=num_groups)
     sums = np.bincount(group[scored], weights=values[scored], minlength=num_groups)
     return np.divide(sums, counts, out=np.full(num_groups, np.nan), where=counts > 0)
+
+
+def places(group: np.ndarray) -> np.ndarray:
+    """Place of each row among those of its group, counting from 0, shape `(B,)`."""
+    return pd.Series(group).groupby(group).cumcount().to_numpy()
 
 
 def group_variance(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:

@@ -144,6 +144,7 @@ def _of_run(
         (writes and args.max_steps <= 0, f"{itself} has no end of its own. Set `max_steps`."),
         (writes and (ranks or pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),
         (writes and args.self_play["presence_penalty"] and not args.over_http, f"{itself} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."),
+        (args.over_http and harness in ("tools", "environment_factory") and args.world_size > 1, f"With `{harness}`, processes need different numbers of turns, and `vllm_mode='http'` asks for all of a turn at once. Use one process, or `vllm_mode='colocate'`."),
         (overlaps and not args.over_http, f"{ahead} needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."),
         (overlaps and (not readable or sampler), f"{ahead} has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's own `_get_train_sampler`. Set `overlap='none'`."),
         (overlaps and pruning == "skip", f"{ahead} plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."),

@@ -119,7 +119,7 @@ class _EpisodeOver:
 
 def as_given(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Dataset rows as TRL sees them: without our column, and without columns of images if no row has any."""
-    empty = [name for name in ("image", "images") if all(row.get(name) in (None, []) for row in inputs)]
+    empty = () if any(map(images_of, inputs)) else ("image", "images")
     return [{name: value for name, value in row.items() if name not in (ID_COLUMN, *empty)} for row in inputs]
 
 
@@ -208,8 +208,12 @@ class Engine:
 
     @property
     def waits_for(self) -> str | None:
-        """Why completions by servers can only be scored when a whole round is there; None if each can be as soon as it is there."""
+        """Why groups wait for a whole round at the cost of time; None if each goes on by itself, or rounds cost little, as on a CPU."""
         trainer = self._trainer
+        if not self.over_http:
+            passes = not (trainer.use_vllm or trainer.use_transformers_continuous_batching or trainer.rollout_func)
+            slow = "each is a pass of transformers' `generate`, often as slow as one over whole groups. vLLM is not (`use_vllm=True`)"
+            return slow if passes and trainer.accelerator.device.type == "cuda" else None
         if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
             return "tools, environments or a `rollout_func` make the completions"
         together = [n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_alone(f)]
@@ -283,7 +287,8 @@ class Engine:
             prompts, generated = self._rolled_out(request)
         prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
         of_rows = [
-            {name: v[i] if isinstance(v, list) else v for name, v in fields.items()} for i in range(len(inputs))
+            {n: v[i] if isinstance(v, list) else v for n, v in fields.items() if not isinstance(v, list) or i < len(v)}
+            for i in range(len(inputs))
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         noted = trainer.reward_notes
@@ -405,6 +410,7 @@ class Engine:
             "_generate": lambda prompts: generated,
             "_calculate_rewards": lambda *args: rewards_per_func,
             "_logs": table,
+            "log_multimodal": False,  # a gather, which only processes whose chosen rows have images would make
         }
         inputs = [{"prompt": prompt} for prompt in chosen.held["prompt"]]
         if trainer.environment_factories is not None:
@@ -428,9 +434,7 @@ class Engine:
                 self.metrics["frac_reward_zero_std"][-1] = share
         if "uniform" in drawn.facts:
             self._log_uniform(drawn, drawn.facts["uniform"])
-        output["advantages"] = torch.tensor(
-            advantages[held_rows], dtype=torch.float32, device=trainer.accelerator.device
-        )
+        output["advantages"] = torch.tensor(advantages[held_rows]).float().to(trainer.accelerator.device)
         trainer._logs.update(_filled(table, drawn, trainer.log_multimodal))
         self._log_noted()
         del output["num_items_in_batch"]
@@ -661,7 +665,6 @@ def _filled(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str,
     for name in ("prompt", "completion"):
         table[name].clear()
         table[name].extend(batch.gathered(batch.held[name]))
-    table["images"].clear()
     columns = {name: values for name, values in batch.held.items() if name.startswith("extra.") or name == "images"}
     for name in sorted(set(gather_object(list(columns)))):
         values = batch.gathered(columns.get(name, [None] * len(inputs)))

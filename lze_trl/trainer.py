@@ -182,8 +182,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.over_http:
             from .servers.generation import HTTPGeneration
 
-            tokenizer: Any = self.processing_class
-            generation = HTTPGeneration(self.model, self.accelerator, tokenizer, args)
+            generation = HTTPGeneration(self.model, self.accelerator, Engine(self).tokenizer, args)
             generation.before_sync = lambda: self.generation_step.drain(Engine(self))
             Engine(self).connect(generation)
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
@@ -292,7 +291,9 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _used_columns(self, dataset: Any) -> Any:
         """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""
-        if not self.args.remove_unused_columns:
+        if not (
+            self.args.remove_unused_columns and isinstance(dataset, Dataset)
+        ):  # the names of a stream may be unknown
             return dataset
         used = self._remove_unused_columns(dataset, description="training")
         return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
@@ -312,11 +313,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             return sampler
         if self.passes.grows:
             # Whole optimizer steps, however few seeds there are
-            return [0] * (
+            return bytes(
                 self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             )
         if self.passes.mode == "refill":
-            return [0] * len(sampler)  # our stream picks the prompts: the loader only counts micro-steps
+            return bytes(len(sampler))  # of zeros: our stream picks the prompts: the loader only counts micro-steps
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
         return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
 

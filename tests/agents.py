@@ -8,23 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from datasets import Dataset
 from PIL import Image
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    PreTrainedTokenizerFast,
-    ProcessorMixin,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-)
 
 import tiny
 from benchmarks.environment import RESPONSE
@@ -43,11 +29,11 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}a:{%- endif -%}"""
 
 
-def tokenizer(further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """One token a character, and the further ones."""
+def tokenizer(further: tuple[str, ...] = (), image: str = "IMAGE") -> transformers.PreTrainedTokenizerFast:
+    """One token a character, and the further ones, of which some show an image."""
     fast = tiny.tokenizer(string.digits + string.ascii_letters + string.punctuation + " \n")
     fast.add_special_tokens({"additional_special_tokens": list(further)})
-    fast.chat_template, fast.response_template = TEMPLATE, RESPONSE
+    fast.chat_template, fast.response_template = TEMPLATE.replace("IMAGE", image), RESPONSE
     return fast
 
 
@@ -68,32 +54,39 @@ def words() -> tuple[Any, Any]:
     """A model that reads text, and its tokenizer."""
     encoder = tokenizer()
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(**text_config(len(encoder)))), encoder
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**text_config(len(encoder)))), encoder
 
 
-def llava() -> tuple[Any, Any]:
-    """A model with `pixel_values` by image, and its processor."""
-    encoder = tokenizer(("<image>",))
-    pixels = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    processor = LlavaProcessor(
-        image_processor=pixels,
+def llava_of(family: str, pixels: type, encoder, text, **tiles) -> tuple[Any, Any]:
+    """A model of the family of Llava, and its processor."""
+    shown = pixels(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}, **tiles)
+    processor = getattr(transformers, f"{family}Processor")(
+        image_processor=shown,
         tokenizer=encoder,
         patch_size=4,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
-        chat_template=TEMPLATE.replace("IMAGE", "<image>"),
+        chat_template=encoder.chat_template,
     )
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **vision),
-        text_config=Qwen2Config(**text_config(len(encoder))),
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(
+        vision_config=transformers.CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **vision),
+        text_config=text,
         image_token_index=encoder.convert_tokens_to_ids("<image>"),
+        **tiles,
     )
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config), processor
+
+
+def llava() -> tuple[Any, Any]:
+    """A model with `pixel_values` by image, and its processor."""
+    encoder = tokenizer(("<image>",), "<image>")
+    text = transformers.Qwen2Config(**text_config(len(encoder)))
     torch.manual_seed(0)
-    return LlavaForConditionalGeneration(config), processor
+    return llava_of("Llava", transformers.CLIPImageProcessor, encoder, text)
 
 
-class ImagesOnly(Qwen2VLProcessor):
+class ImagesOnly(transformers.Qwen2VLProcessor):
     """Qwen2-VL's processor without videos, which need torchvision."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None):
@@ -101,36 +94,29 @@ class ImagesOnly(Qwen2VLProcessor):
         self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(
             [self.image_token, self.video_token]
         )
-        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def qwen_of(family: str, encoder, text: dict[str, Any], **vision: Any) -> tuple[Any, Any]:
+    """A model of Qwen that sees images. Its processor knows no videos, which need torchvision."""
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{name}_token_id": encoder.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
+    ids |= {name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision, **ids)
+    side = 2 * config.vision_config.patch_size
+    sizes = {"patch_size": side // 2, "merge_size": 2, "min_pixels": side**2, "max_pixels": 4 * side**2}
+    processor = ImagesOnly(transformers.Qwen2VLImageProcessor(**sizes), encoder, chat_template=encoder.chat_template)
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config), processor
 
 
 def qwen() -> tuple[Any, Any]:
     """A model with `image_grid_thw`, and its processor."""
-    names = {name: f"<|{name}|>" for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
-    encoder = tokenizer(tuple(names.values()))
-    shown = f"{names['vision_start']}{names['image_pad']}{names['vision_end']}"
-    pixels = Qwen2VLImageProcessor(patch_size=4, merge_size=2, min_pixels=64, max_pixels=256)
-    processor = ImagesOnly(pixels, encoder, chat_template=TEMPLATE.replace("IMAGE", shown))
-    ids = {name: encoder.convert_tokens_to_ids(token) for name, token in names.items()}
-    config = Qwen2VLConfig(
-        text_config=text_config(
-            len(encoder), rope_parameters={"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-        ),
-        vision_config={
-            "depth": 1,
-            "embed_dim": 16,
-            "hidden_size": 16,
-            "num_heads": 2,
-            "patch_size": 4,
-            "mlp_ratio": 1,
-        },
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
-    )
+    special = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    encoder = tokenizer(special, "<|vision_start|><|image_pad|><|vision_end|>")
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 1}
     torch.manual_seed(0)
-    return Qwen2VLForConditionalGeneration(config), processor
+    return qwen_of("Qwen2VL", encoder, text_config(len(encoder), rope_parameters=rope), **vision)
 
 
 def picture(number: int) -> Image.Image:
@@ -152,6 +138,11 @@ def rows(count: int = 9, images: int = 0, environments: bool = False, texts: int
     if environments:
         columns["environment"] = ["odd" if i % 2 else "even" for i in range(count)]
     return Dataset.from_dict(columns)
+
+
+def shown_as_arrays(batch: dict[str, list]) -> dict[str, list]:
+    """A transform that gives pictures as arrays."""
+    return batch | {"image": [np.asarray(image) for image in batch["image"]]}
 
 
 def scripted(cls: type, names: tuple[str, ...], argument: str = "a") -> type:
@@ -199,13 +190,10 @@ def add(a: int) -> str:
 
 
 async def add_later(a: int) -> str:
-    """
-    Add one.
+    return add(a)
 
-    Args:
-        a: A number.
-    """
-    return str(a + 1)
+
+add_later.__doc__ = add.__doc__
 
 
 def show(a: int) -> list:
@@ -260,6 +248,16 @@ class Falling(Counting):
         """
         self.total -= a
         return str(self.total)
+
+    @staticmethod
+    def double(a: int) -> str:
+        """
+        Double a number.
+
+        Args:
+            a: The number.
+        """
+        return str(2 * a)
 
 
 class Owner(Scored):

@@ -1,8 +1,8 @@
 """
-Watched training runs, for the tests of the rollout controllers; also on several processes.
+Watched training runs, for the tests of the rollout controllers; also on several processes, as cases of `case_runs.py`.
 
-The cases are those of `case_runs.py`. Without `urls` of vLLM servers, completions are a function of prompt, generation batch
-and place in the group, over all rounds: what is left to differ between numbers of processes is what the trainer decides.
+Completions are a function of prompt, generation batch and place in the group, over all rounds: what is left to differ between
+numbers of processes is what the trainer decides.
 """
 
 import hashlib
@@ -51,15 +51,18 @@ def no_reward(completion_ids, **kwargs):
     return [0.0] * len(completion_ids)
 
 
-class WatchedTrainer(LZEGRPOTrainer):
+class FixedTrainer(LZEGRPOTrainer):
     """
-    Notes what it does, in numbers that JSON can hold: every round of generation, what each generation batch trains on,
-    the rows of every micro-batch of this process, and the size of every forward pass.
+    Its completions do not depend on the process that draws them, nor on the model. It notes what it does, in numbers that JSON can
+    hold: every round of generation, what each generation batch trains on, the rows of every micro-batch of this process, and the
+    size of every forward pass.
     """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.rounds, self.batches, self.micro_batches, self.forwards = [], [], [], []
+        self.normalisers = {}  # of each generation batch
+        self._places = (-1, Counter())
         self.model.register_forward_hook(self._note_forward)
         self._choose, self.generation_step._select = self.generation_step._select, self._select
         dataset = self.passes.dataset
@@ -72,29 +75,18 @@ class WatchedTrainer(LZEGRPOTrainer):
     def _generate(self, prompts):
         output = super()._generate(prompts)
         if self.model.training:
-            weights = sum(float(parameter.detach().double().sum()) for parameter in self.model.parameters())
-            completions = gather_object(output[1])
-            self.rounds.append(
-                {
-                    "generation": self.generation_step.generation,
-                    "step": self.state.global_step,
-                    "weights": weights,
-                    "rows": list(zip(gather_object(list(prompts)), completions, strict=True)),
-                }
-            )
+            note = {"generation": self.generation_step.generation, "step": self.state.global_step}
+            note["weights"] = sum(float(weights.detach().double().sum()) for weights in self.model.parameters())
+            note["rows"] = list(zip(gather_object(list(prompts)), gather_object(output[1]), strict=True))
+            self.rounds.append(note)
         return output
 
     def _select(self, drawn, wanted):
-        chosen, groups = self._choose(drawn, wanted), drawn.prompts
-        first, *_ = self.rounds_of(self.generation_step.generation)
-        self.batches.append(
-            {
-                "generation": self.generation_step.generation,
-                "prompts": len({prompt for prompt, _ in first["rows"]}),
-                "groups": len(groups),
-                "chosen": [self.prompts[prompt_id] for prompt_id in groups.prompt_ids[chosen].tolist()],
-            }
-        )
+        chosen, generation = self._choose(drawn, wanted), self.generation_step.generation
+        note = {"generation": generation, "groups": len(drawn.prompts)}
+        note["prompts"] = len({prompt for prompt, _ in self.rounds_of(generation)[0]["rows"]})
+        note["chosen"] = [self.prompts[prompt_id] for prompt_id in drawn.prompt_ids[chosen].tolist()]
+        self.batches.append(note)
         return chosen
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -105,8 +97,8 @@ class WatchedTrainer(LZEGRPOTrainer):
                 for kind in ("prompt", "completion")
             )
             if completion:  # else it only keeps the processes in step
-                advantage = float(inputs["advantages"][row])
-                rows.append([self._tokenizer.decode(prompt), completion, advantage])
+                rows.append([self._tokenizer.decode(prompt), completion, float(inputs["advantages"][row])])
+        self.normalisers[self.generation_step.generation] = float(inputs["num_items_in_batch"])
         self.micro_batches.append({"generation": self.generation_step.generation - 1, "rows": rows})
         return super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -115,26 +107,18 @@ class WatchedTrainer(LZEGRPOTrainer):
 
     def record(self) -> dict:
         """All notes, and what the trainer itself has counted."""
-        return {
-            "rounds": self.rounds,
-            "batches": self.batches,
-            "micro_batches": self.micro_batches,
-            "forwards": self.forwards,
-            "ledger": asdict(self.ledger),
-            "log": [entry for entry in self.state.log_history if "lze/skipped_update" in entry],
-        }
+        notes = {name: getattr(self, name) for name in ("rounds", "batches", "micro_batches", "forwards")}
+        log = [entry for entry in self.state.log_history if "lze/skipped_update" in entry]
+        return notes | {"ledger": asdict(self.ledger), "log": log}
 
-
-class FixedTrainer(WatchedTrainer):
-    """Completions do not depend on the process that draws them, nor on the model."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self._places = (-1, Counter())
+    def digest(self, prompt: tuple[int, ...], place: int) -> bytes:
+        """Numbers for the completion of a prompt at a place in its group."""
+        text = self._tokenizer.decode(list(prompt))
+        return hashlib.sha256(f"{text}|{place}|{self.generation_step.generation}".encode()).digest()
 
     def complete(self, prompt: tuple[int, ...], place: int) -> list[int]:
-        """The completion of a prompt at a place in its group."""
-        digest = hashlib.sha256(f"{prompt}|{place}|{self.generation_step.generation}".encode()).digest()
+        """That completion."""
+        digest = self.digest(prompt, place)
         completion = [4 + byte % (len(self._tokenizer) - 4) for byte in digest[1 : 2 + digest[0] % 5]]
         return completion if digest[6] % 2 else [*completion[:4], self._tokenizer.eos_token_id]
 
@@ -152,16 +136,12 @@ class FixedTrainer(WatchedTrainer):
 
 def run(directory: Path, name: str, settings: dict):
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    settings = dict(settings)
+    settings = settings | {"per_device_train_batch_size": 12 // world}
     resume = settings.pop("resume", None)  # name of a run before this one, and its checkpoint
-    urls, reward = settings.pop("urls", None), settings.pop("reward", "quarter_reward")
-    rows = settings.pop("rows") // world  # of a micro-step, on all processes
-    if urls:
-        settings |= {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls}
-    trainer = (WatchedTrainer if urls else FixedTrainer)(
+    trainer = FixedTrainer(
         model=str(directory / "model"),
-        reward_funcs=globals()[reward],
-        args=tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings),
+        reward_funcs=globals()[settings.pop("reward", "quarter_reward")],
+        args=tiny.config(directory / f"{name}-{world}", **settings),
         train_dataset=tiny.prompts(PROMPTS),
     )
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))

@@ -41,10 +41,10 @@ class FakeVLLM:
     made it. Log-probs are -1 for weights that were loaded, and -2 for those it started with.
     """
 
-    def __init__(
-        self, port: int = 0, max_model_len: int = 32, tokens=None, vocab_size: int = 10**6, host: str = "127.0.0.1"
-    ):
-        self.max_model_len, self.vocab_size = max_model_len, vocab_size
+    max_model_len = 32
+
+    def __init__(self, port: int = 0, tokens=None, vocab_size: int = 10**6, host: str = "127.0.0.1"):
+        self.vocab_size = vocab_size
         self.tokens = tokens or (lambda text: [ord(c) % 50 for c in text])
         self.faults: dict[str, list] = {}  # by path, used up one a request
         self.requests: Counter = Counter()
@@ -69,12 +69,11 @@ class FakeVLLM:
                 super().setup()
                 fake.connections.add(self.connection)
 
-            def do_GET(self):
-                fake.answer(self, None)
-
             def do_POST(self):
                 length = int(self.headers.get("content-length", 0))
                 fake.answer(self, json.loads(self.rfile.read(length) or "{}"))
+
+            do_GET = do_POST  # noqa: N815
 
         self.version, self.loads, self.engine_dead = "default", 0, False  # a dead engine fails every request
         self.connections: set[socket.socket] = set()
@@ -94,7 +93,7 @@ class FakeVLLM:
         for connection in list(self.connections):
             _cut(connection)
 
-    def answer(self, handler: BaseHTTPRequestHandler, body: dict | None):
+    def answer(self, handler: BaseHTTPRequestHandler, body: dict):
         path = handler.path.split("?")[0]
         with self._lock:
             self.requests[path] += 1
@@ -112,7 +111,7 @@ class FakeVLLM:
             with self._lock:
                 self.running -= path == "/v1/completions"
 
-    def _outcome(self, path: str, body: dict | None, fault) -> tuple[int, dict | None]:
+    def _outcome(self, path: str, body: dict, fault) -> tuple[int, dict | None]:
         if fault == SILENT_503 or (self.engine_dead and path == "/health"):
             return 503, None
         if self.engine_dead:
@@ -122,27 +121,18 @@ class FakeVLLM:
         config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
         card = {"id": "fake", "max_model_len": self.max_model_len, "parent": None}
         match path:
-            case "/health":
-                return 200, {}
-            case "/v1/models":
-                return 200, {"data": [card]}
-            case "/server_info":
-                return 200, {"vllm_config": {"model_config": config}}
-            case "/tokenize":
-                return 200, {"tokens": self.tokens(body["prompt"])}
-            case "/weight_info":
-                return 200, {"weight_version": self.version}
-            case "/collective_rpc":
-                self.loads += 1
-                return 200, {"results": [None]}
-            case "/reset_prefix_cache":
-                return 200, {"success": fault != "busy"}
-            case "/update_weight_version":
-                self.version = body["new_version"]
-                return 200, {}
             case "/v1/completions":
                 return self._complete(body, fault)
-        return 404, {"error": {"message": "no such path"}}
+            case "/tokenize":
+                return 200, {"tokens": self.tokens(body["prompt"])}
+            case "/collective_rpc":
+                self.loads += 1
+            case "/update_weight_version":
+                self.version = body["new_version"]
+        answers = {"/v1/models": {"data": [card]}, "/server_info": {"vllm_config": {"model_config": config}}}
+        answers |= {"/weight_info": {"weight_version": self.version}, "/collective_rpc": {"results": [None]}}
+        answers |= {"/reset_prefix_cache": {"success": fault != "busy"}, "/update_weight_version": {}, "/health": {}}
+        return (200, answers[path]) if path in answers else (404, {"error": {"message": "no such path"}})
 
     def _complete(self, body: dict, fault) -> tuple[int, dict]:
         if "prompt_logprobs" in body:

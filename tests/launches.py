@@ -1,6 +1,7 @@
 """Scripts and functions in processes of their own: how they are launched, and what they say when they fail."""
 
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 import tiny
+from case_runs import run_all
 
 
 CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
@@ -58,6 +60,38 @@ def on_processes(count: int, log: Path, function: Callable, *args, timeout: floa
     assert [process.exitcode for process in processes] == [0] * count, log.read_text()[-5000:]
 
 
+def write(directory: Path, cases: dict[str, dict]) -> Path:
+    """Write the cases of `case_runs.py`."""
+    path = directory / "cases.json"
+    path.write_text(json.dumps(cases))
+    return path
+
+
+def launch(directory: Path, processes: int, run: Callable, cases: dict[str, dict]):
+    """Run cases on some processes; `directory` gets their records."""
+    on_processes(processes, directory / "log.txt", run_all, run, write(directory, cases))
+
+
+def records(directory: Path, name: str, processes: int) -> list[dict]:
+    """What each process has recorded of a case."""
+    return [json.loads((directory / f"{name}.{processes}.{rank}.json").read_text()) for rank in range(processes)]
+
+
+def gap(first: Path, second: Path) -> float:
+    """The largest difference between two files of weights."""
+    one, other = torch.load(first), torch.load(second)
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def assert_one(directory: Path, name: str, processes: int = 2, single: Path | None = None) -> dict:
+    """All processes record what a single one does, here or in the directory `single`, and end with its weights."""
+    (one,) = records(single or directory, name, 1)
+    assert records(directory, name, processes) == [one] * processes, name
+    assert gap((single or directory) / f"{name}.1.pt", directory / f"{name}.{processes}.pt") < 1e-5, name
+    return one
+
+
 def on_two_cpus(name: str) -> dict:
     """A shipped accelerate config, for two processes without a GPU."""
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
@@ -72,18 +106,10 @@ def on_two_cpus(name: str) -> dict:
 
 def by_accelerate(directory: Path, config: dict) -> list[str]:
     """The beginning of a command that starts a script by an accelerate config, which `directory` gets."""
-    path = directory / "accelerate.yaml"
+    path, port = directory / "accelerate.yaml", str(tiny.free_port())
     path.write_text(yaml.safe_dump(config))
-    port = str(tiny.free_port())
-    return [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(path), "--main_process_port", port),
-    ]
-
-
-def by_torchrun(processes: int) -> list[str]:
-    """The beginning of a command that starts a script on some processes."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    return [*launcher, "--config_file", str(path), "--main_process_port", port]
 
 
 def run_to_end(

@@ -33,55 +33,33 @@ class Words:
         return [Item(f"How many {' '.join(words)}?", True)]
 
 
-def config(output_dir, **kwargs):
-    """Batches of 3 prompts × 4, whose groups count however much they agree."""
-    own = {
-        "selector": "all",
-        "selection_ratio": 1.0,
-        "self_play": {
-            "instruct": True,
-            "template": "tagged",
-            "examples": 2,
-            "own": 1,
-            "requests": 4,
-            "max_tokens": 6,
-            "max_rounds": 4,
-        },
-        "reward_weights": [1.0, 0.0],
-        "max_steps": 5,
-    }
-    self_play = own["self_play"] | kwargs.pop("self_play", {})
-    return tiny.config(output_dir, **own | kwargs | {"self_play": self_play})
-
-
 def trainer(directory: Path, output_dir: Path, **settings) -> LZEGRPOTrainer:
-    """A trainer that begins with two seeds; other arguments of the trainer are among the settings."""
-    others = {name: settings.pop(name) for name in ("instruction", "rollout_func") if name in settings}
-    return LZEGRPOTrainer(
-        model=str(directory / "model"),
-        reward_funcs=[MajorityReward(bounds=(0.0, 1.0), margin=1, min_valid=0.0), tiny.even_length_reward],
-        args=config(output_dir, **settings),
-        train_dataset=Dataset.from_dict({"prompt": SEEDS, "solution": ["1", "2"]}),
-        **{"rollout_func": boxed_rollouts} | others,
-    )
+    """
+    A trainer that begins with two seeds, on batches of 3 prompts × 4, whose groups count however much they agree. Other arguments of
+    the trainer are among the settings.
+    """
+    given = {"model": str(directory / "model"), "processing_class": None, "rollout_func": boxed_rollouts}
+    given |= {name: settings.pop(name) for name in ("instruction", "rollout_func") if name in settings}
+    own = {"selector": "all", "selection_ratio": 1.0, "reward_weights": [1.0, 0.0], "max_steps": 5} | settings
+    self_play = {"instruct": True, "template": "tagged", "examples": 2, "own": 1, "requests": 4}
+    own["self_play"] = self_play | {"max_tokens": 6, "max_rounds": 4} | settings.get("self_play", {})
+    rewards = [MajorityReward(bounds=(0.0, 1.0), margin=1, min_valid=0.0), tiny.even_length_reward]
+    data = Dataset.from_dict({"prompt": SEEDS, "solution": ["1", "2"]})
+    return tiny.make(output_dir, reward_funcs=rewards, dataset=data, trainer=given, **own)
 
 
 def record(made: LZEGRPOTrainer) -> dict:
     """The pool of a trainer, in numbers that JSON can hold."""
-    part = made.generation_step.instruction
-    return {
-        "pool": part.pool.rows.reset_index().to_dict("list"),
-        "rounds": part.writer.rounds,
-        "rejected": dict(part.writer.rejected),
-        "left": len(made.passes.stream),
-    }
+    pool, writer = made.generation_step.instruction.pool, made.generation_step.instruction.writer
+    own = {"rounds": writer.rounds, "rejected": dict(writer.rejected), "left": len(made.passes.stream)}
+    return {"pool": pool.rows.reset_index().to_dict("list"), **own}
 
 
 def run(directory: Path, name: str, settings: dict):
     """A case of `case_runs.py`."""
     TEMPLATES["tagged"] = Words()
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    own = settings | {"per_device_train_batch_size": 12 // world}
-    made = trainer(directory, directory / f"{name}-{world}", **own)
+    settings["per_device_train_batch_size"] = 12 // world
+    made = trainer(directory, directory / f"{name}-{world}", **settings)
     made.train()
     leave(directory, name, made, record(made))

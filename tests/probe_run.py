@@ -10,7 +10,6 @@ from pathlib import Path
 
 import tiny
 import votes_run
-from lze_trl import LZEGRPOTrainer
 from lze_trl.evaluation.during import Probe
 from lze_trl.evaluation.run import Evaluation
 from lze_trl.evaluation.settings import Decoding
@@ -36,12 +35,13 @@ def lottery_reward(prompts, completions, **kwargs):
 def make(directory: Path, rollouts=constant_rollouts, world: int = 1, **settings):
     """A trainer with six prompts a generation batch, and a probe of seven problems at every other step."""
     own = {"num_generations": 4, "per_device_train_batch_size": 24 // world, "max_steps": 8, "save_steps": 1}
-    trainer = LZEGRPOTrainer(
-        model=votes_run.save(directory / f"model-{world}") if world == 1 else str(directory / "model-1"),
+    model = votes_run.save(directory / f"model-{world}") if world == 1 else str(directory / "model-1")
+    trainer = tiny.make(
+        directory / f"run-{world}",
         reward_funcs=MajorityReward(bounds=(0.0, 1.0)),
-        args=tiny.config(directory / f"run-{world}", **own | {"save_strategy": "steps"} | settings),
-        train_dataset=tiny.prompts(12).remove_columns("solution"),
-        rollout_func=rollouts,
+        dataset=tiny.prompts(12).remove_columns("solution"),
+        trainer={"model": model, "rollout_func": rollouts, "processing_class": None},
+        **own | {"save_strategy": "steps"} | settings,
     )
     rows = tiny.prompts(19).select(range(12, 19))
     problems = [Problem(str(i), row["prompt"], row["solution"]) for i, row in enumerate(rows)]
@@ -55,14 +55,7 @@ def main(directory: Path, world: int):
     trainer = make(directory, world=world)
     trainer.train()
     history = trainer.generation_step.histories["votes"]
-    found = {
-        "step": trainer.state.global_step,
-        "best": history.best,
-        "probes": history.probes,
-        "shares": history.shares,
-    }
-    rank = trainer.accelerator.process_index
-    (directory / f"found.{world}.{rank}.json").write_text(
-        json.dumps(found | {"concentrations": history.concentrations})
-    )
+    found = {name: getattr(history, name) for name in ("best", "probes", "shares", "concentrations")}
+    path = directory / f"found.{world}.{trainer.accelerator.process_index}.json"
+    path.write_text(json.dumps({"step": trainer.state.global_step, **found}))
     trainer.accelerator.wait_for_everyone()

@@ -37,13 +37,13 @@ class RecordingSelector:
 
 def run(directory: Path, name: str, settings: dict):
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    rows = settings.pop("rows") // world  # of a micro-step, on all processes
+    settings["per_device_train_batch_size"] //= world
     dataset = tiny.prompts(17)
     if settings.pop("stream", False):
         # Of batches of 3, the first holds a prompt three times, and the second one twice
         dataset = dataset.select([0, 0, 0, 1, 2, 1, 2, *range(3, 17)]).to_iterable_dataset()
     resume = settings.pop("resume", None)  # name of a run before this one, and its checkpoint
-    args = tiny.config(directory / f"{name}-{world}", per_device_train_batch_size=rows, **settings)
+    args = tiny.config(directory / f"{name}-{world}", **settings)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         on_cpu_like_gpu()
     trainer = LZEGRPOTrainer(
@@ -56,11 +56,9 @@ def run(directory: Path, name: str, settings: dict):
     )
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
-    result = {
+    result = {name: getattr(trainer.ledger, name) for name in ("rows_trained", "visits_skipped", "skipped_updates")}
+    result |= {
         "choices": trainer.generation_step.selector.choices,
-        "rows_trained": trainer.ledger.rows_trained,
-        "visits_skipped": trainer.ledger.visits_skipped,
-        "skipped_updates": trainer.ledger.skipped_updates,
         "foresight": trainer.prompt_state.foresight.model.weights.tolist(),
         "alive": trainer.prompt_state.prompts(trainer.prompt_state["prompt_ids"]).alive.tolist(),
     }

@@ -1,11 +1,9 @@
-"""Generation batches, and records of them, for the tests of the pure rooms. Imports neither trl nor transformers."""
+"""Generation batches for the tests of the pure rooms. Imports neither trl nor transformers."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 from lze_trl.batch import Batch, Prompts, Table
-from lze_trl.record import GenerationRecord
-from lze_trl.record.tables import prompt_columns, row_columns
 from lze_trl.select.energy import score_groups
 
 
@@ -13,11 +11,7 @@ NAN = float("nan")
 
 
 def rollouts(outcomes: dict[int, list[float]], rewards: dict[int, list[float]] | None = None) -> Batch:
-    """
-    A generation batch from the outcomes of each prompt.
-
-    Row b has a prompt of 10 + b tokens and a completion of 2 + b tokens; the rewards are the outcomes unless given.
-    """
+    """Row b has 10 + b tokens of a prompt and 2 + b of a completion; the rewards are the outcomes unless given."""
     sizes = [len(values) for values in outcomes.values()]
     count = sum(sizes)
     return Batch.of(
@@ -39,10 +33,7 @@ def prompts_of(count: int, **known: list) -> Prompts:
 
 
 def sampled(rng: np.random.Generator, ids: np.ndarray, rates: np.ndarray, size: int) -> Batch:
-    """
-    Groups of `size` completions of prompts with these pass rates. Where the policy is sure of its answer, right or wrong, log-probs are
-    near 0.
-    """
+    """Groups of `size` completions. Where the policy is sure of its answer, right or wrong, log-probs are near 0."""
     group = np.repeat(np.arange(len(ids)), size)
     outcomes = (rng.random(len(group)) < rates[group]).astype(np.float64)
     entropy = 1e-3 + 4.0 * rates * (1.0 - rates)
@@ -56,38 +47,12 @@ def _flat(values: dict[int, list[float]]) -> np.ndarray:
 
 
 def scored(outcomes: list[list[float]], **memory: list[float]) -> Table:
-    """
-    Groups of prompts 0, 1, 2, …, which are visited for the first time unless `memory` says otherwise: any of
-    `first_pass_rates`, `ema`, `visits`, `replayed` of [`score_groups`], one entry per group.
-    """
+    """Groups of prompts 0, 1, 2, …, visited for the first time unless `memory`, for [`score_groups`], says otherwise."""
     count = len(outcomes)
-    fresh = {
-        "first_pass_rates": [NAN] * count,
-        "ema": [NAN] * count,
-        "visits": [0] * count,
-        "replayed": [False] * count,
-    }
+    unknown = [NAN] * count
+    fresh = {"first_pass_rates": unknown, "ema": unknown, "visits": [0] * count, "replayed": [False] * count}
     arrays = {name: np.array(values) for name, values in (fresh | memory).items()}
     return score_groups(rollouts(dict(enumerate(outcomes))), **arrays)
-
-
-def record_of(rollouts: Batch, groups: Table, generation: int = 0, rewards=None, **changes) -> GenerationRecord:
-    """
-    A generation batch of which the live groups are trained on, without completions. `changes` are columns of the prompts or
-    rows, or other fields of the record.
-    """
-    unselected = {"selected": groups.alive, "pruned": np.zeros(len(groups), dtype=bool)}
-    rewards = rollouts.rewards[:, np.newaxis] if rewards is None else rewards
-    rows = row_columns(rollouts.with_rows(rewards_per_func=rewards, loss_tokens=rollouts.completion_tokens))
-    rows["completion"] = np.full(rollouts.num_rows, None)
-    texts = {
-        "text": np.array([f"prompt {id}" for id in rollouts.prompt_ids], dtype=object),
-        "columns": np.array([{}] * len(groups), dtype=object),
-    }
-    prompts = prompt_columns(groups, **unselected) | texts
-    for columns in (prompts, rows):
-        columns |= {name: np.array(changes.pop(name)) for name in columns.keys() & changes.keys()}
-    return GenerationRecord(generation, prompts=prompts, rows=rows, **({"step": generation} | changes))
 
 
 def outcome_groups(values=(0.0, 1.0, NAN), max_groups: int = 7) -> st.SearchStrategy[list[list[float]]]:

@@ -67,12 +67,7 @@ class SeededVLLM(FakeVLLM):
         ids += [EOS] * stops
         logprobs = [-(1 + byte % 8) / 8 for byte in digest[-len(ids) :]]
         reason = "stop" if stops else "length"
-        return {
-            "index": i,
-            "token_ids": ids,
-            "logprobs": {"token_logprobs": logprobs},
-            "finish_reason": reason,
-        }
+        return {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": reason}
 
 
 if __name__ == "__main__":  # python tests/seeded_vllm.py HOST PORT

@@ -23,21 +23,6 @@ def advantages_of(outcomes: list[list[float]], scale: str) -> np.ndarray:
     return group_advantages(drawn.rewards, drawn.group, drawn.num_groups, scale)
 
 
-def test_groups_of_unequal_size():
-    # 1 positive of 12 drawn: mean 1/12. Four of them may be kept, their advantages are these all the same
-    # 2 of 4: mean 1/2. 3 of 3, and a group of one: no advantage
-    advantages = advantages_of([[0, 0, 0, 1, *[0] * 8], [1, 0, 0, 1], [1, 1, 1], [1]], "none")
-    expected = [-1 / 12] * 3 + [11 / 12] + [-1 / 12] * 8 + [0.5, -0.5, -0.5, 0.5] + [0.0] * 4
-    np.testing.assert_allclose(advantages, expected, rtol=1e-14)
-
-
-def test_divided_by_the_standard_deviation_of_the_batch():
-    # Rewards 1 0 | 1 1 1 | 0: p = 4/6, σ² = (2/9)·(6/5) = 4/15
-    advantages = advantages_of([[1, 0], [1, 1, 1], [0]], "batch")
-    scale = (4 / 15) ** 0.5 + 1e-4
-    np.testing.assert_allclose(advantages, [0.5 / scale, -0.5 / scale, 0, 0, 0, 0], rtol=1e-14)
-
-
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_dead_group_has_exactly_no_advantage(scale):
     # Three times 0.1 sums to 0.30000000000000004: its mean is not 0.1
@@ -128,14 +113,13 @@ class NotingTrainer(LZEGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.drawn, self.trained, step = [], [], self.generation_step
-        remember = step._remember
-        step._remember = lambda drawn: (self.drawn.append(drawn), remember(drawn))[1]
+        self.drawn, self.trained = [], []
+        remember = self.generation_step._remember
+        self.generation_step._remember = lambda drawn: self.drawn.append(drawn) or remember(drawn)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        for mask, ids, prompt, advantage in zip(
-            *(inputs[name] for name in ("completion_mask", "completion_ids", "prompt_ids", "advantages")), strict=True
-        ):
+        names = ("completion_mask", "completion_ids", "prompt_ids", "advantages")
+        for mask, ids, prompt, advantage in zip(*(inputs[name] for name in names), strict=True):
             if mask.any():
                 prompt = tuple(token for token in prompt.tolist() if token != self._tokenizer.pad_token_id)
                 self.trained.append((len(self.drawn), prompt, tuple(ids[mask.bool()].tolist()), float(advantage)))

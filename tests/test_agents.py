@@ -1,16 +1,15 @@
 """Tools, environments and images: with nothing left out, the weights are those of TRL's trainer."""
 
+import functools
 import importlib
-import json
+import itertools
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from base64 import b64decode
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from io import BytesIO
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from packaging.version import Version
 from peft import LoraConfig
 from PIL import Image
@@ -28,9 +26,9 @@ from trl import GRPOTrainer
 import agents
 import tiny
 from agents import Counting, Falling, Owner, Scored, odd_answer_reward, odd_total_reward
-from case_runs import leave, run_all
-from launches import on_processes
-from lze_trl import LZEGRPOTrainer
+from case_runs import leave
+from launches import assert_one, launch, records
+from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.app.views import prompt_detail
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
@@ -67,13 +65,16 @@ CASES = {
     "two rewards": Case(BY_ANSWER | {"environment_factory": Scored}, ("plus",)),
     "two environments": Case(
         BY_ANSWER | {"environment_factory": {"odd": Scored, "even": Falling}},
-        ("plus", "minus"),
+        ("plus", "minus", "double"),
         agents.rows(environments=True),
     ),
     "no prompts": Case({"environment_factory": Scored}, ("plus",), agents.rows().remove_columns("prompt")),
     "no data": Case({"environment_factory": Owner}, ("plus",), None),
     "several updates": Case(BY_ANSWER | {"environment_factory": Scored}, ("plus",), settings=SEVERAL_UPDATES),
     "an image": Case(BY_ANSWER, (), agents.rows(images=1), model=agents.llava),
+    "an image as an array": Case(
+        BY_ANSWER, (), agents.rows(images=1).with_transform(agents.shown_as_arrays), model=agents.qwen
+    ),
     "two images": Case(BY_ANSWER, (), agents.rows(images=2), SEVERAL_UPDATES, agents.llava),
     "an image by its grid": Case(BY_ANSWER, (), agents.rows(images=1), SEVERAL_UPDATES, agents.qwen),
     "two images by their grids": Case(BY_ANSWER, (), agents.rows(images=2), model=agents.qwen),
@@ -83,8 +84,7 @@ CASES = {
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+def unused():
     for environment in (Counting, Scored, Falling, Owner):
         environment.resets = 0
 
@@ -115,27 +115,22 @@ def logged(trainer) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_with_nothing_left_out_the_weights_are_those_of_trl(tmp_path, name):
-    theirs = train(GRPOTrainer, tmp_path / "theirs", CASES[name])
-    ours = train(LZEGRPOTrainer, tmp_path / "ours", CASES[name], strategy="grpo", packing=False)
-    assert moved_from(theirs, CASES[name]) > 1e-4
-    assert distance(theirs, ours) == 0.0
-    assert logged(theirs) == logged(ours)
-
-
 def moved_from(trainer, case) -> float:
-    before = case.model()[0].state_dict()
-    after = trainer.model.state_dict()
+    before, after = case.model()[0].state_dict(), trainer.model.state_dict()
     return max(float((after[name] - value).abs().max()) for name, value in before.items())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_leaving_out_dead_groups_changes_no_weight(tmp_path, name):
+def test_the_weights_are_those_of_trl_with_and_without_dead_groups(tmp_path, name):
     theirs = train(GRPOTrainer, tmp_path / "theirs", CASES[name], max_steps=5)
-    ours = train(LZEGRPOTrainer, tmp_path / "ours", CASES[name], max_steps=5)
-    assert 0 < ours.ledger.rows_trained < ours.ledger.rows_rolled_out
-    assert distance(theirs, ours) < 1e-6
+    everything = {"strategy": "grpo", "packing": False, "max_steps": 5}
+    ours = train(LZEGRPOTrainer, tmp_path / "ours", CASES[name], **everything)
+    assert moved_from(theirs, CASES[name]) > 1e-4
+    assert distance(theirs, ours) == 0.0
+    assert logged(theirs) == logged(ours)
+    fewer = train(LZEGRPOTrainer, tmp_path / "fewer", CASES[name], max_steps=5)
+    assert 0 < fewer.ledger.rows_trained < fewer.ledger.rows_rolled_out
+    assert distance(theirs, fewer) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["an environment", "two environments", "two images", "two images by their grids"])
@@ -146,61 +141,81 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, name):
     if "images" in name:  # transformers cannot load again what it saves of a whole model that sees
         case = replace(case, given=case.given | {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"])})
     whole = train(LZEGRPOTrainer, tmp_path, case, **settings)
-    shutil.rmtree(tmp_path / "checkpoint-8")
     resumed = make(LZEGRPOTrainer, tmp_path, case, **settings)
-    resumed.train(resume_from_checkpoint=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert whole.ledger.rows_trained > 0 < max(history(whole, "grad_norm"))
     assert distance(whole, resumed) == 0.0
 
 
-ON_PROCESSES = {
-    "a tool": agents.rows(texts=9),
-    "two environments": agents.rows(environments=True, texts=9),
-    "two rewards": agents.rows(texts=9),
-    "two images": agents.rows(images=2, texts=9),
-    "two images by their grids": agents.rows(images=2, texts=9),
-    "a tool that shows by a grid": agents.rows(texts=9),
-}
-
-
 def run_on_processes(directory, name, settings):
     """Train a case of [`CASES`], whose groups each lie whole with one process: what is written depends on the place there."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    case = replace(CASES[name.partition(", ")[0]], data=ON_PROCESSES[name.partition(", ")[0]])
-    trainer = train(
-        LZEGRPOTrainer, directory / f"{name}-{world}", case, per_device_train_batch_size=8 // world, **settings
-    )
+    world, case = int(os.environ.get("WORLD_SIZE", "1")), CASES[name.partition(", ")[0]]
+    texts = agents.rows(texts=9)["prompt"]
+    data = case.data.remove_columns("prompt").add_column("prompt", list(texts))
+    settings = settings | {"per_device_train_batch_size": 8 // world}
+    trainer = train(LZEGRPOTrainer, directory / f"{name}-{world}", replace(case, data=data), **settings)
     leave(directory, name, trainer, {"trained": trainer.ledger.rows_trained, "drawn": trainer.ledger.rows_rolled_out})
 
 
 def test_two_processes_are_one(tmp_path):
     # One optimizer step a generation batch: else TRL draws on each process which rows share one
     shape = {"max_steps": 5, "steps_per_generation": 2, "learning_rate": 0.05}
-    cases = dict.fromkeys(ON_PROCESSES, shape)
+    names = ("a tool", "two environments", "two rewards", "two images", "two images by their grids")
+    cases = dict.fromkeys([*names, "a tool that shows by a grid"], shape)
     cases |= {f"{name}, by the gate": shape | {"strategy": "gate"} for name in ("two rewards", "two images")}
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
     for processes in (1, 2):
-        on_processes(processes, tmp_path / "log.txt", run_all, run_on_processes, tmp_path / "cases.json")
-    left_out = 0
-    for name in cases:
-        one = json.loads((tmp_path / f"{name}.1.0.json").read_text())
-        assert one["trained"] > 0, name
-        left_out += one["drawn"] - one["trained"]
-        assert [json.loads((tmp_path / f"{name}.2.{rank}.json").read_text()) for rank in range(2)] == [one, one], name
-        first, second = (torch.load(tmp_path / f"{name}.{world}.pt") for world in (1, 2))
-        assert max(float((first[key] - second[key]).abs().max()) for key in first) < 1e-5, name
-    assert left_out > 0
+        launch(tmp_path, processes, run_on_processes, cases)
+    found = [assert_one(tmp_path, name) for name in cases]
+    assert all(one["trained"] > 0 for one in found)
+    assert any(one["trained"] < one["drawn"] for one in found)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "gate"},
-        {"controller": "reinforce_ada_balanced", "controller_kwargs": {"round_size": 2}, "pass_threshold": 1},
-        {"controller": "dynamic", "selection_ratio": 0.7},
-    ],
-    ids=["gate", "reinforce_ada", "dynamic"],
-)
+class OneShows(LZEGRPOTrainer):
+    """The first process calls a tool that shows a picture for every row, the second one for its first group alone, which is dead."""
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        encoder, written = self.processing_class.tokenizer, []
+        for place, ids in enumerate(prompt_ids):
+            shows = "t:" not in encoder.decode(ids) and (self.is_world_process_zero() or place < 4)
+            text = '<tool_call>{"name": "show", "arguments": {"a": 0}}</tool_call>' if shows else str(place)
+            written.append([*encoder(text)["input_ids"], 1])
+        return written, None
+
+
+def show_on_one(directory, name, settings):
+    model, processor = agents.qwen()
+    trainer = OneShows(
+        model=model,
+        args=tiny.config(directory, per_device_train_batch_size=8, max_completion_length=300, **settings),
+        train_dataset=agents.rows(texts=9),
+        processing_class=processor,
+        tools=[agents.show],
+        reward_funcs=lambda completions, **kwargs: [float(i > 3 and i % 2) for i in range(len(completions))],
+    )
+    trainer.train()
+    leave(directory, name, trainer, {"trained": trainer.ledger.rows_trained})
+
+
+def test_a_process_may_have_no_picture_to_train_on(tmp_path):
+    launch(tmp_path, 2, show_on_one, {"one": {"strategy": "exact", "max_steps": 2}})
+    assert [record["trained"] > 0 for record in records(tmp_path, "one", 2)] == [True, True]
+
+
+def test_processes_with_different_turns_need_an_engine_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(LZEGRPOConfig, "world_size", 2)
+    servers = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:9"]}
+    with pytest.raises(ValueError, match="With `tools`, processes need different numbers of turns"):
+        make(LZEGRPOTrainer, tmp_path, CASES["a tool"], **servers)
+
+
+ROUNDS = {
+    "gate": {"strategy": "gate"},
+    "ada": {"controller": "reinforce_ada_balanced", "controller_kwargs": {"round_size": 2}, "pass_threshold": 1},
+    "dynamic": {"controller": "dynamic", "selection_ratio": 0.7},
+}
+
+
+@pytest.mark.parametrize("settings", ROUNDS.values(), ids=ROUNDS)
 @pytest.mark.parametrize("name", ["two environments", "no data", "a tool that shows by a grid"])
 def test_controllers_of_several_rounds(tmp_path, name, settings):
     trainer = train(LZEGRPOTrainer, tmp_path, CASES[name], max_steps=6, telemetry=True, **settings)
@@ -213,19 +228,16 @@ def test_controllers_of_several_rounds(tmp_path, name, settings):
     assert texts.str.contains("[tool]", regex=False).any()
 
 
-@pytest.mark.parametrize("name", ["an image", "two images by their grids"])
-def test_images_are_shown_with_their_prompt(tmp_path, name):
+@pytest.mark.parametrize(("name", "count"), [("an image", 1), ("two images by their grids", 2), ("a tool", 0)])
+def test_images_are_shown_with_their_prompt(tmp_path, name, count):
     train(LZEGRPOTrainer, tmp_path, CASES[name], max_steps=2, telemetry=True)
     run = open_run(tmp_path)
     for prompt in run.prompts()["prompt_id"].tolist():
         urls = run.images(prompt)
         pictures = [Image.open(BytesIO(b64decode(url.partition(",")[2]))) for url in urls]
-        assert [picture.format for picture in pictures] == ["PNG"] * (2 if "two" in name else 1)
+        assert [picture.format for picture in pictures] == ["PNG"] * count
         assert {picture.size for picture in pictures} <= {(8, 8), (16, 8), (8, 16)}  # small ones as they are
         assert all(f'src="{url}"' in prompt_detail(run, prompt) for url in urls)
-    train(LZEGRPOTrainer, tmp_path / "text", CASES["a tool"], max_steps=1, telemetry=True)
-    text = open_run(tmp_path / "text")
-    assert text.images(text.prompts()["prompt_id"].tolist()[0]) == []
 
 
 def test_a_prompt_is_its_row(tmp_path):
@@ -244,72 +256,41 @@ def test_without_data_nothing_is_remembered_of_prompts(tmp_path, caplog):
             make(LZEGRPOTrainer, tmp_path, CASES["no data"], **setting)
 
 
-def test_results_of_tools_are_not_trained_on(tmp_path):
-    trainer = train(LZEGRPOTrainer, tmp_path, CASES["a tool"], max_steps=1, per_device_train_batch_size=12)
-    drawn = trainer.generation_step.batch
-    masked = drawn.rows.completion_tokens > drawn.rows.loss_tokens
-    assert masked.any()
-    assert (drawn.held["tool_mask"] == 0).any()
-
-
 # ---- Environments that fail ----
 
 
-def failing(name: str, how, when=lambda environment: True, base=Scored):
-    """An environment of which a method fails in some episodes."""
+def failing(name: str, how, when=lambda environment: True):
+    """An environment with a method that raises, or does something else instead, in some episodes."""
+    method = getattr(Scored, name)
 
-    class Failing(base):
-        def reset(self, **row):
-            observation = super().reset(**row)
-            return self._fail(observation) if name == "reset" else observation
+    @functools.wraps(method)
+    def fail(self, *args, **kwargs):
+        usual = method(self, *args, **kwargs)
+        if not when(self):
+            return usual
+        if isinstance(how, Exception):
+            raise how
+        return how()
 
-        def plus(self, a: int) -> str:
-            """
-            Add a number.
-
-            Args:
-                a: The number.
-            """
-            return self._fail(super().plus(a)) if name == "plus" else super().plus(a)
-
-        def get_reward(self) -> float:
-            return self._fail(super().get_reward()) if name == "get_reward" else super().get_reward()
-
-        def _fail(self, otherwise):
-            return how() if when(self) else otherwise
-
-    Failing.__name__ = Failing.__qualname__ = "Failing"
-    return Failing
-
-
-def loses(error):
-    def how():
-        raise error
-
-    return how
+    return type("Failing", (Scored,), {name: fail})
 
 
 FAILURES = {
-    "reset raises": ("reset", loses(RuntimeError("no start")), "`Failing.reset` raised RuntimeError: no start"),
-    "reset hangs": ("reset", lambda: time.sleep(2), "`Failing.reset` raised TimeoutError: longer than 0.2 s"),
-    "reset is a number": ("reset", lambda: 3, "`Failing.reset` returned 3, and not a text"),
-    "its server is lost": (
-        "plus",
-        loses(ConnectionResetError("gone")),
-        "`Failing.plus` raised ConnectionResetError: gone",
-    ),
-    "its reward raises": ("get_reward", loses(KeyError("score")), "`Failing.get_reward` raised KeyError: 'score'"),
+    "reset raises": ("reset", RuntimeError("no start"), "raised RuntimeError: no start"),
+    "reset hangs": ("reset", lambda: time.sleep(2), "raised TimeoutError: longer than 0.2 s"),
+    "reset is a number": ("reset", lambda: 3, "returned 3, and not a text"),
+    "its server is lost": ("plus", ConnectionResetError("gone"), "raised ConnectionResetError: gone"),
+    "its reward raises": ("get_reward", KeyError("score"), "raised KeyError: 'score'"),
 }
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failed_episode_is_left_out_counted_and_told(tmp_path, caplog, name):
     method, how, message = FAILURES[name]
-    seen = Counter()
+    calls = itertools.count()
 
     def every_fifth(environment):
-        seen["calls"] += 1
-        return seen["calls"] % 5 == 2
+        return next(calls) % 5 == 1
 
     def total_reward(environments, log_extra, **kwargs):
         totals = [environment.total for environment in environments]  # not there where `reset` has raised first
@@ -317,23 +298,19 @@ def test_a_failed_episode_is_left_out_counted_and_told(tmp_path, caplog, name):
         return [float(total % 3 == 0) for total in totals]
 
     case = Case({"environment_factory": failing(method, how, every_fifth), "reward_funcs": total_reward}, ("plus",))
-    settings = {
-        "environment_timeout": 0.2,
-        "max_steps": 2,
-        "strategy": "grpo",
-        "log_completions": True,
-        "telemetry": True,
-        "telemetry_completions": "all",
-    }
-    trainer = train(LZEGRPOTrainer, tmp_path, case, **settings)
+    settings = {"environment_timeout": 0.2, "max_steps": 2, "strategy": "grpo", "log_completions": True}
+    trainer = train(LZEGRPOTrainer, tmp_path, case, telemetry=True, telemetry_completions="all", **settings)
     failed = history(trainer, "lze/failed_episodes")
     assert len(failed) == 2 and 0 < sum(failed) < 24
-    assert message in caplog.text and "episodes failed and are left out: their reward is None" in caplog.text
+    assert (
+        f"`Failing.{method}` {message}" in caplog.text
+        and "episodes failed and are left out: their reward is None" in caplog.text
+    )
     assert open_run(tmp_path).sql("SELECT reward FROM completions")["reward"].isna().sum() == sum(failed)
 
 
 def test_what_a_tool_raises_is_told_to_the_model(tmp_path):
-    case = Case({"environment_factory": failing("plus", loses(ValueError("not so")))}, ("plus",))
+    case = Case({"environment_factory": failing("plus", ValueError("not so"))}, ("plus",))
     trainer = train(LZEGRPOTrainer, tmp_path, case, max_steps=1)
     assert history(trainer, "lze/failed_episodes") == [0.0]
     assert history(trainer, "tools/failure_frequency") == [1.0]
@@ -341,12 +318,10 @@ def test_what_a_tool_raises_is_told_to_the_model(tmp_path):
 
 @pytest.mark.parametrize("strategy", ["exact", "gate"])
 def test_a_prompt_whose_episodes_keep_failing_ends_the_run(tmp_path, strategy):
-    never = failing("reset", loses(RuntimeError("no such level")), lambda environment: environment.total == 4)
+    never = failing("reset", RuntimeError("no such level"), lambda environment: environment.total == 4)
     case = Case({"environment_factory": never}, ("plus",))
     settings = {"max_steps": 60, "save_strategy": "steps", "save_steps": 1, "telemetry": True}
-    with pytest.raises(
-        EpisodeError, match=r"3 episodes in a row failed for the prompt .*raised RuntimeError: no such level"
-    ):
+    with pytest.raises(EpisodeError, match=r"3 episodes in a row failed .*raised RuntimeError: no such level"):
         train(LZEGRPOTrainer, tmp_path, case, strategy=strategy, shuffle_dataset=False, **settings)
     assert open_run(tmp_path).generations()["groups"].sum() > 0
 
@@ -429,9 +404,7 @@ def test_a_recipe_names_tools_and_environments(tmp_path):
     assert trainer.tools == [agents.add]
     trainer = of_recipe(environment_factory="agents.Scored")
     assert trainer.reward_func_names == ["accuracy_reward", "Scored"]
-    with pytest.raises(
-        ValueError, match=r"`tools: agents.ad` is no function or class of a module.* Did you mean 'add'"
-    ):
+    with pytest.raises(ValueError, match=r"`tools: agents.ad` is no function or class .* Did you mean 'add'"):
         of_recipe(tools="agents.ad")
 
 
@@ -439,7 +412,6 @@ def test_a_recipe_names_tools_and_environments(tmp_path):
 def test_a_forecast_leaves_no_trace(tmp_path, name):
     alone = train(LZEGRPOTrainer, tmp_path / "alone", CASES[name])
     asked = make(LZEGRPOTrainer, tmp_path / "asked", CASES[name])
-    told = asked.forecast(4)
-    assert len(told.sample) == 4
+    assert len(asked.forecast(4).sample) == 4
     asked.train()
     assert distance(alone, asked) == 0.0

@@ -5,13 +5,12 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from transformers import TrainerCallback
 
 import nodes_run
 import tiny
 from benchmarks.environment import RESPONSE
-from launches import on_processes
+from launches import gap, on_processes
 from lze_trl.engine import Engine
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.record import open_run
@@ -20,16 +19,20 @@ from seeded_vllm import SeededVLLM
 
 
 @pytest.fixture
-def serve(tmp_path):
-    running = []
-
+def serve(request):
     def start(**kwargs):
-        running.append(SeededVLLM(**kwargs))
-        return running[-1]
+        server = SeededVLLM(**kwargs)
+        request.addfinalizer(server.stop)
+        return server
 
-    yield start
-    for server in running:
-        server.stop()
+    return start
+
+
+class Stop(TrainerCallback):
+    """Ends a training after its second step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
 
 
 def train(directory, servers, resume=False, callbacks=(), chat=False, reward=tiny.even_length_reward, **settings):
@@ -37,17 +40,8 @@ def train(directory, servers, resume=False, callbacks=(), chat=False, reward=tin
     tokenizer = tiny.tokenizer()
     if chat:
         tokenizer.response_template = RESPONSE
-    own = {
-        "strategy": "gate",
-        "generation_batch_size": 24,
-        "max_steps": 6,
-        "learning_rate": 1e-3,
-        "use_vllm": True,
-        "vllm_mode": "http",
-        "vllm_server_urls": [server.url for server in servers],
-        "vllm_server_kwargs": {"sync_tolerance": 100.0, "sync_dir": str(directory / "sync")},
-        "telemetry": True,
-    }
+    own = nodes_run.served(directory, *(server.url for server in servers))
+    own |= {"generation_batch_size": 24, "max_steps": 6, "learning_rate": 1e-3}
     if "strategy" not in settings:
         own["controller_kwargs"] = {"control": 0.0}  # in two rounds from the first batch on
     given = {"processing_class": tokenizer, "eval_dataset": tiny.prompts(3), "callbacks": list(callbacks)}
@@ -66,11 +60,8 @@ def told(trainer):
 
 
 def assert_same(one, other):
-    weights, savings, groups = one
-    for name, values in weights.items():
-        np.testing.assert_array_equal(values, other[0][name], err_msg=name)
-    assert savings == other[1]
-    pd.testing.assert_frame_equal(groups, other[2])
+    np.testing.assert_equal(one[:2], other[:2])
+    pd.testing.assert_frame_equal(one[2], other[2])
 
 
 def begun_early(server) -> int:
@@ -111,6 +102,12 @@ def test_a_reward_that_compares_completions_waits_for_whole_rounds_and_says_so(s
     assert sum("`ranked` is a model, a coroutine, or compares completions" in line for line in caplog.messages) == 1
 
 
+def test_without_servers_on_a_gpu_each_round_is_a_pass_and_that_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Engine, "waits_for", "each is a pass")
+    tiny.run(tmp_path, strategy="gate", controller_kwargs={"control": 0.0}, max_steps=3)
+    assert sum("slowest completion of each round: each is a pass." in line for line in caplog.messages) == 1
+
+
 # ---- One step of overlap ----
 
 
@@ -129,12 +126,8 @@ def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before
     overlapped = train(tmp_path / "overlapped", slow, overlap="one_step")
     assert_same(told(overlapped), reference)
     assert overlapped.ledger.rows_given_up == 0
-    # A group never mixes two versions of the weights, and batches have one each
-    versions = {}
-    for server in slow:
-        for weights, prompt, count in server.versions:
-            versions.setdefault(weights, []).append((prompt, count))
-    assert len(versions) - ("" in versions) == 2  # the first two batches are drawn by the same weights
+    versions = {weights for server in slow for weights, _, _ in server.versions}
+    assert len(versions - {""}) == 2  # the first two batches are drawn by the same weights
     with pytest.raises(AssertionError):  # it is not the run without overlap
         assert_same(told(train(tmp_path / "none", [serve()])), reference)
 
@@ -187,38 +180,29 @@ def test_two_processes_overlap_as_one(serve, tmp_path):
         directory = tmp_path / str(count)
         server = serve(delays=(0.0, 0.1), by_loads=True)
         on_processes(count, tmp_path / f"{count}.log", overlapped, directory, server.url, 24 // count)
-    one, two = (torch.load(tmp_path / str(count) / "weights.pt") for count in (1, 2))
-    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-6
+    assert gap(*(tmp_path / count / "weights.pt" for count in "12")) < 1e-6
 
 
 def test_evaluation_waits_for_what_is_under_way(serve, tmp_path):
-    evaluated = train(
-        tmp_path / "evaluated", [serve(delays=(0.0, 0.1))], overlap="one_step", eval_strategy="steps", eval_steps=2
-    )
-    assert len([log for log in evaluated.state.log_history if "eval_reward" in log]) == 3
+    settings = {"overlap": "one_step", "eval_strategy": "steps", "eval_steps": 2}
+    evaluated = train(tmp_path / "evaluated", [serve(delays=(0.0, 0.1))], **settings)
+    assert len(tiny.history(evaluated, "eval_reward")) == 3
     plain = train(tmp_path / "plain", [serve()], overlap="one_step")
     assert_same(told(evaluated), told(plain))
 
 
 def test_what_is_begun_at_an_early_end_is_counted(serve, tmp_path):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
-
-    trainer = train(tmp_path, [serve()], overlap="one_step", callbacks=[Stop()], max_steps=6)
+    trainer = train(tmp_path, [serve()], overlap="one_step", callbacks=[Stop()])
     assert trainer.ledger.rows_given_up > 0
-    trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if not isinstance(c, Stop)]
+    trainer.remove_callback(Stop)
     trainer.train()
     assert trainer.state.global_step == 6
 
 
 def test_a_batch_that_is_finished_ahead_goes_with_its_training_set(serve, tmp_path):
-    class Stop(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            control.should_training_stop = True
-
-    settings = {"overlap": "one_step", "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    settings = {"overlap": "one_step", "save_strategy": "steps", "save_steps": 2}
     trainer = train(tmp_path, [serve()], callbacks=[Stop()], **settings)
+    trainer.remove_callback(Stop)
     assert "ready" in trainer.generation_step.rows_left()
     made = trainer.generation_step.batches_made
     trainer.train_dataset = tiny.prompts(24).select(range(12, 24))

@@ -23,6 +23,7 @@ from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_ru
 from lze_trl.record.curves import curve, energy_heat_map, logged_curves, outcome_name, reward_curves
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
+from test_telemetry import record_run
 
 
 SPACE = Path(__file__).parents[1] / "app"
@@ -47,15 +48,6 @@ def rows_of(html, table):
     """Texts of the cells of each row."""
     tree = ElementTree.fromstring(re.search(rf'<table[^>]* id="lze-{table}".*?</table>', html, re.S)[0])
     return [[cell.text for cell in row] for row in tree.find("tbody")]
-
-
-def recorded(directory, *records, **facts):
-    """A run of these records."""
-    writer = TelemetryWriter(directory, Meta(**facts))
-    for record in records:
-        writer.record(record)
-    writer.close()
-    return open_run(directory)
 
 
 def test_ids_of_runs_do_not_reveal_their_paths(runs):
@@ -99,26 +91,14 @@ def test_settings_that_differ_are_those_of_the_experiment(tmp_path):
 
 
 def test_settings_that_differ_from_their_defaults_come_first(tmp_path):
-    settings = {
-        "seed": 1,
-        "beta": 0.1,
-        "strategy": "gate",
-        "run_name": None,
-        "data_seed": "None",
-        "debug": [],
-        "own": 3,
-    }
-    known = {
-        "strategy": ["What", "exact"],
-        "beta": ["Training", 0.0],
-        "seed": ["Training", 1],
-        "run_name": ["Logs", None],
-    }
-    TelemetryWriter(tmp_path, Meta(settings, known=known | {"debug": ["Logs", ""]})).close()
+    settings = {"seed": 1, "beta": 0.1, "strategy": "gate", "tag": None, "data_seed": "None", "debug": [], "own": 3}
+    known = {"strategy": ["What", "exact"], "beta": ["Training", 0.0], "seed": ["Training", 1]}
+    meta = Meta(settings, known=known | {"tag": ["Logs", None], "debug": ["Logs", ""]})
+    TelemetryWriter(tmp_path, meta).close()
     html = views.settings(open_run(tmp_path))
     assert rows_of(html, "changed") == [["strategy", "gate", "exact", "What"], ["beta", "0.1", "0.0", "Training"]]
     every = {name: value for name, value, *_ in rows_of(html, "settings-all")}
-    assert list(every) == [*known, "debug", "data_seed", "own"]
+    assert list(every) == [*known, "tag", "debug", "data_seed", "own"]
     assert list(every.values()) == ["gate", "0.1", "1", "–", "–", "–", "3"]
     assert "None" not in html
 
@@ -141,9 +121,8 @@ def test_runs_are_found_by_any_words_of_a_row_and_sorted(runs):
     opened = {name: open_run(runs / name) for name in "ab"}
     table = views.run_table(opened)
     assert table["run"].tolist() == ["a", "b"] and table["state"].tolist() == ["finished"] * 2
-    totals = {id: curve(run).iloc[-1] for id, run in opened.items()}
-    assert table["tokens"].tolist() == [totals[id].tokens for id in "ab"]
-    assert table["seconds"].tolist() == [totals[id].seconds for id in "ab"]
+    for name in ("tokens", "seconds"):
+        assert table[name].tolist() == [curve(run)[name].iloc[-1] for run in opened.values()]
     assert views.run_table(opened, "FINISHED b")["run"].tolist() == ["b"]
     assert views.run_table(opened, "crashed").empty and views.run_table({}).empty
     assert views.run_table(opened, order="-run")["run"].tolist() == ["b", "a"]
@@ -181,10 +160,8 @@ def test_episodes_are_shown_turn_by_turn():
 def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     run = open_run(runs / "a")
     frame = run.prompts()
-    pages = (
-        views.overview(run) + views.prompts(run, frame, len(frame)) + views.prompt_detail(run, int(frame.prompt_id[0]))
-    )
-    pages += views.table("runs", views.run_table({"a": run}))
+    pages = views.overview(run) + views.prompts(run, frame, len(frame))
+    pages += views.prompt_detail(run, int(frame.prompt_id[0])) + views.table("runs", views.run_table({"a": run}))
     texts = set(re.findall(r'<(?:div|th)[^>]* title="([^"]+)"', pages))
     only_elsewhere = {"held-out accuracy", "held-out prompts", "held-out reward", "mean outcome", "problems"}
     assert texts == {escape(text) for name, text in MEANINGS.items() if name not in only_elsewhere}
@@ -214,7 +191,7 @@ def test_curves_are_means_of_the_generations_and_shown_by_the_charts(runs):
 def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
     record.rows["rewards"] = np.tile([0.0, 0.25, 0.5], (len(record.rows["group"]), 1))
-    run = recorded(tmp_path, record, reward_names=["step", "reward", "reward"])
+    run = record_run(tmp_path, [record], Meta(reward_names=["step", "reward", "reward"]))
     means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5}
     assert reward_curves(run).iloc[0].to_dict() == means
     shown = shown_lines(charts.overview(run))["Reward"]
@@ -232,7 +209,7 @@ def test_accuracy_means_held_out_accuracy(runs, tmp_path):
     # One completion of five is half right
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
     record.prompts["pass_rate"][:] = [0.1, 0.5, 1.0]
-    graded = recorded(tmp_path / "graded", record)
+    graded = record_run(tmp_path / "graded", [record])
     assert "mean outcome" in views.prompt_table(graded, graded.prompts())
     assert 'data-tile="mean outcome"' in views.overview(graded)
 
@@ -255,13 +232,11 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
     assert logged_curves(run, ["loss"])["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
     assert logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
     accuracy = shown_lines(charts.overview(run))["Held-out accuracy"]
-    assert {name: list(line.y) for name, line in accuracy.items()} == {
-        "held-out prompts": [0.25, 0.5],
-        "svamp avg@1": [0.125, 0.375],
-    }
+    known = {"held-out prompts": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}
+    assert {name: list(line.y) for name, line in accuracy.items()} == known
     loss = charts.comparison({"run": run}, "step", "loss").data[0]
     assert list(loss.y[-2:]) == [14.0, 14.5]
-    for name, expected in {"held-out prompts": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}.items():
+    for name, expected in known.items():
         compared = charts.comparison({"run": run}, "tokens", name).data[0]
         assert list(compared.y) == expected and list(compared.x) == [0, curve(run).tokens.iloc[-1]]
         assert views.run_table({"run": run})[name].tolist() == expected[-1:]
@@ -273,7 +248,7 @@ def test_text_of_a_run_is_escaped(tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=4).generations(1))
     record.prompts["text"][:] = record.rows["completion"][:] = NASTY
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
-    run = recorded(tmp_path / NASTY.replace("/", ""), record, settings={NASTY: NASTY}, reward_names=[NASTY, "b"])
+    run = record_run(tmp_path / NASTY.replace("/", ""), [record], Meta({NASTY: NASTY}, [NASTY, "b"]))
     prompt = int(record.prompts["prompt_id"][0])
     detail = views.prompt_detail(run, prompt) + views.completions(run, prompt) + views.settings(run)
     assert detail.count(escape(NASTY)) >= 7 and "<script" not in detail and "<b>x" not in detail
@@ -292,12 +267,8 @@ def test_space_is_the_same_app_without_what_trains():
     front_matter = yaml.safe_load((SPACE / "README.md").read_text(encoding="utf-8").split("---")[1])
     assert front_matter["sdk"] == "gradio"
     assert (SPACE / front_matter["app_file"]).exists()
-    code = """
-import json, runpy, sys
-runs = runpy.run_path("app.py")["runs"]
-import lze_trl.app.page  # as `launch` does
-print(json.dumps([runs, sorted(sys.modules)]))
-"""
+    # As `launch` does, the page is imported
+    code = "import json, sys, app, lze_trl.app.page; print(json.dumps([app.runs, sorted(sys.modules)]))"
     environment = {"LZE_RUNS": "me/a, me/b", "PATH": "", "PYTHONPATH": str(SPACE.parent)}
     done = subprocess.run([sys.executable, "-c", code], cwd=SPACE, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -214,7 +214,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 16_060, "core": 11_521, "tests": 18_598}
+LINES = {"package": 16_059, "core": 11_520, "tests": 16_503}
 """Most lines of Python, scripts and styles. It goes down."""
 
 

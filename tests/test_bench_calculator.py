@@ -2,6 +2,7 @@
 
 import json
 
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import calculator
@@ -16,23 +17,14 @@ def test_expressions_of_worked_solutions():
         "<<x+1=5>> <<5cm*2=10>> <<5*2=ten>> <<50%*2=1>> <<1+1=2=2>> <<=4>> <<9999*9999=99980001>> "
         "<<1+1+1+1+1+1+1+1+1+1+1+1+1=13>> <<1.2.3=4>> <<5*2=1.2.3>> 7*7=49",
     ]
-    assert expressions(solutions) == {
-        "48/2=": "24",
-        "48+24=": "72",
-        "(1/4)*80=": "20.00",
-        "-5+.5=": "-4.5",
-        "3=": "3",
-        "1.2.3=": "4",
-    }
+    expected = {"48/2=": "24", "48+24=": "72", "(1/4)*80=": "20.00", "-5+.5=": "-4.5", "3=": "3", "1.2.3=": "4"}
+    assert expressions(solutions) == expected
 
 
 def test_whole_way_in_small(tmp_path):
-    for name, start in (("train", 0), ("test", 9)):
-        lines = [
-            {"question": f"How many? {i}", "answer": f"It is <<{i}*2={2 * i}>>{2 * i}.\n#### {2 * i}"}
-            for i in range(start, start + 12)
-        ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, numbers in (("train", range(12)), ("test", range(9, 21))):
+        answers = [f"It is <<{i}*2={2 * i}>>{2 * i}.\n#### {2 * i}" for i in numbers]
+        Dataset.from_dict({"question": ["How many?"] * 12, "answer": answers}).to_json(tmp_path / f"{name}.jsonl")
     small = CalculatorWarmStart(steps=2, batch_size=4, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2)
     output = tmp_path / "calculator"
     accuracy = calculator.make(str(tmp_path), output, small)

@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench_samples import result
 from benchmarks.comparison import (
     PRICES,
+    Curve,
     cost_to_target,
     first_crossing,
     lasting_crossing,
     mean_cost_to_target,
     on_one_processor,
     pairs,
-    read_curve,
+    smooth,
 )
 
 
@@ -40,51 +40,40 @@ def test_crossings(accuracy, target, first, lasting):
         assert found == (None if expected is None else pytest.approx(expected))
 
 
-def curves(*results):
-    return [read_curve(result, "held_out") for result in results]
+def curve(accuracies, strategy="grpo", seed=0, rollouts=25.0, updates=75.0):
+    """A run that spends so many FLOPs between two evaluations, 1000 tokens and 5 seconds."""
+    spent = {"rollouts": rollouts, "updates": updates, "flops": rollouts + updates, "tokens": 1000.0, "seconds": 5.0}
+    costs = {name: np.arange(len(accuracies)) * each for name, each in spent.items()}
+    return Curve(strategy, seed, smooth(accuracies), costs, {}, "Abacus 5")
 
 
 def test_cost_to_the_final_accuracy_of_the_baseline():
     # Smoothed, the baseline is at 0.1, 0.2, 0.3, 0.4, 0.4: its final 0.4 is first reached at 300 of 400 FLOPs. The other run
     # costs half as much a step and is at 0.1, 0.3, 0.5: at 0.4 half-way between 50 and 100
-    base = result([0.1, 0.3, 0.5, 0.4, 0.3])
-    run = result([0.1, 0.5, 0.9], "lze", flops=50.0)
-    found = pairs(curves(run, base), "lze", "grpo")
+    base = curve([0.1, 0.3, 0.5, 0.4, 0.3])
+    found = pairs([curve([0.1, 0.5, 0.9], "lze", rollouts=20.0, updates=30.0), base], "lze", "grpo")
     assert cost_to_target(found, "flops").values == (pytest.approx(75 / 300),)
     assert cost_to_target(found, "flops", whole=True).values == (pytest.approx(75 / 400),)
     assert cost_to_target(found, "tokens").values == (pytest.approx(1500 / 3000),)
     assert cost_to_target(found, "seconds").values == (pytest.approx(7.5 / 15),)
 
 
-def costs_of(curve, rollouts, updates):
-    """A curve that has spent this much on rollouts and on updates at each evaluation."""
-    costs = {"rollouts": np.array(rollouts), "updates": np.array(updates)}
-    return replace(curve, costs=curve.costs | costs | {"flops": costs["rollouts"] + costs["updates"]})
-
-
 def test_a_price_weighs_rollouts_and_updates():
     """The target of 0.3 is reached after 300 and 100, half-way from 0.2 to 0.4."""
-    base, run = curves(result([0.1, 0.2, 0.3, 0.4]), result([0.1, 0.3, 0.8], "lze"))
-    base = costs_of(base, [0.0, 10.0, 20.0, 30.0], [0.0, 1.0, 2.0, 3.0])
-    run = costs_of(run, [0.0, 10.0, 20.0], [0.0, 0.2, 0.4])
-    found = [(run, base)]
-    rollouts, updates = (cost_to_target(found, cost).median for cost in ("rollouts", "updates"))
-    assert (rollouts, updates) == (pytest.approx(15 / 30), pytest.approx(0.3 / 3))
-    prices = {name: cost_to_target(found, name).median for name in PRICES}
-    assert prices == {
-        "price_70": pytest.approx(0.7 * 0.5 + 0.3 * 0.1),
-        "price_25": pytest.approx(0.25 * 0.5 + 0.75 * 0.1),
-        "price_50": pytest.approx(0.5 * 0.5 + 0.5 * 0.1),
-        "price_90": pytest.approx(0.9 * 0.5 + 0.1 * 0.1),
-    }
+    base = curve([0.1, 0.2, 0.3, 0.4], rollouts=10.0, updates=1.0)
+    found = [(curve([0.1, 0.3, 0.8], "lze", rollouts=10.0, updates=0.2), base)]
+    prices = {name: cost_to_target(found, name).median for name in ("rollouts", "updates", *PRICES)}
+    expected = {"rollouts": 15 / 30, "updates": 0.3 / 3, "price_70": 0.7 * 0.5 + 0.3 * 0.1, "price_50": 0.3}
+    expected |= {"price_25": 0.25 * 0.5 + 0.75 * 0.1, "price_90": 0.9 * 0.5 + 0.1 * 0.1}
+    assert prices == pytest.approx(expected)
     assert mean_cost_to_target(found, "price_70") == pytest.approx(prices["price_70"])
 
 
 def test_each_seed_has_its_own_baseline_and_target():
     # Smoothed: baselines end at 0.2 and 0.4, both after 200; the other is at 0.3 after 200 with both seeds
-    results = [result([0.1, 0.2, 0.3], seed=0), result([0.2, 0.4, 0.6], seed=1)]
-    results += [result([0.1, 0.3, 0.5], "lze", seed) for seed in (1, 0, 7)]
-    found = pairs(curves(*results), "lze", "grpo")
+    curves = [curve([0.1, 0.2, 0.3], seed=0), curve([0.2, 0.4, 0.6], seed=1)]
+    curves += [curve([0.1, 0.3, 0.5], "lze", seed) for seed in (1, 0, 7)]
+    found = pairs(curves, "lze", "grpo")
     assert [(run.seed, base.seed) for run, base in found] == [(0, 0), (1, 1)]  # seed 7 has no baseline
     spread = cost_to_target(found, "flops")
     assert spread.values == (pytest.approx(0.5), math.inf)
@@ -92,7 +81,5 @@ def test_each_seed_has_its_own_baseline_and_target():
 
 
 def test_seconds_of_different_processors_are_not_compared():
-    found = pairs(curves(result([0.1, 0.5, 0.9], "lze"), result([0.1, 0.3, 0.5])), "lze", "grpo")
-    ((run, base),) = found
-    assert on_one_processor(found) == found
-    assert on_one_processor([(replace(run, cpu="another"), base)]) == []
+    run, base = curve([0.1, 0.5, 0.9], "lze"), curve([0.1, 0.3, 0.5])
+    assert on_one_processor([(run, base), (replace(run, processor="another"), base)]) == [(run, base)]

@@ -16,26 +16,13 @@ from benchmarks.tasks import TaskData
 
 
 SMALL = addition.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
-ROWS = [
-    {"prompt": "12+3=", "solution": "15"},
-    {"prompt": "1+1=", "solution": "2"},
-    {"prompt": "40+9=", "solution": "49"},
-]
+ROWS = [{"prompt": f"{a}+{b}=", "solution": str(a + b)} for a, b in ((12, 3), (1, 1), (40, 9))]
 
 
 def small_model():
     torch.manual_seed(0)
     tokenizer = addition.build_tokenizer()
     return addition.build_model(tokenizer, SMALL), tokenizer
-
-
-def settings(**changes) -> ProbeSettings:
-    return ProbeSettings(
-        **({"group_size": 4, "seed": 1, "steps": 10, "probes": 3, "prompts": 3, "inputs": "x"} | changes)
-    )
-
-
-# ---- Gradients ----
 
 
 class FirstStep(TrainerCallback):
@@ -57,64 +44,50 @@ class FirstStep(TrainerCallback):
         self.weights = {name: value.clone() for name, value in model.state_dict().items()}
 
     def sample(self, tokenizer, reward) -> Sample:
-        joined = {
-            name: torch.cat([batch[name] for batch in self.batches])
+        prompts, prompt_mask, completions, mask = (
+            torch.cat([batch[name] for batch in self.batches])
             for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        }
-        _, group = joined["prompt_ids"].unique(dim=0, return_inverse=True)
-        texts = tokenizer.batch_decode(joined["completion_ids"], skip_special_tokens=True)
-        return Sample(
-            input_ids=torch.cat([joined["prompt_ids"], joined["completion_ids"]], dim=1),
-            attention_mask=torch.cat([joined["prompt_mask"], joined["completion_mask"]], dim=1),
-            completion_mask=joined["completion_mask"],
-            group=group,
-            rewards=torch.tensor(reward(completions=texts)),
         )
+        _, group = prompts.unique(dim=0, return_inverse=True)
+        rewards = torch.tensor(reward(completions=tokenizer.batch_decode(completions, skip_special_tokens=True)))
+        ids, attended = torch.cat([prompts, completions], dim=1), torch.cat([prompt_mask, mask], dim=1)
+        return Sample(input_ids=ids, attention_mask=attended, completion_mask=mask, group=group, rewards=rewards)
 
 
 def test_group_gradients_sum_to_the_gradient_of_trls_loss(tmp_path):
     own = {"selector": "all", "pruning": "none", "packing": False, "loss_type": "dapo", "scale_rewards": "none"}
     own |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "max_grad_norm": 0.0, "max_steps": 1}
-    trainer = tiny.make(
-        tmp_path, dataset=tiny.prompts(7), max_completion_length=24, **own
-    )  # some completions end before
+    own["max_completion_length"] = 24  # some completions end before
+    trainer = tiny.make(tmp_path, dataset=tiny.prompts(7), **own)
     first = FirstStep(trainer)
     trainer.train()
     sample, model = first.sample(tiny.tokenizer(), tiny.even_length_reward), tiny.model()
     model.load_state_dict(first.weights)
-    assert len(sample.group) == 12
-    assert len(sample.group.unique()) == 3
+    assert (len(sample.group), len(sample.group.unique())) == (12, 3)
 
-    total = sample.completion_mask.sum()
-    parts, tokens = [], []
-    for group in range(3):
-        own = sample.of_group(group)
-        tokens.append(int(own.completion_mask.sum()))
-        parts.append(tokens[-1] / total * policy_gradient(model, own))
+    groups = [sample.of_group(group) for group in range(3)]
+    tokens = [int(group.completion_mask.sum()) for group in groups]
+    parts = [count / sum(tokens) * policy_gradient(model, own) for count, own in zip(tokens, groups, strict=True)]
     assert len(set(tokens)) > 1
     assert sum(float(part.norm()) > 0 for part in parts) >= 2
-    assert first.gradient.norm() > 0
     torch.testing.assert_close(sum(parts), first.gradient, rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(policy_gradient(model, sample), first.gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_a_dead_group_has_exactly_no_gradient():
+    rewards = [0.0] * 5 + [1.0] * 5 + [0.0, 1.0] * 2 + [0.0]
     model, tokenizer = small_model()
-    sample = draw(
-        model, tokenizer, ROWS, 5, 4, lambda completions, solution: [0.0] * 5 + [1.0] * 5 + [0.0, 1.0] * 2 + [0.0], 3
-    )
+    sample = draw(model, tokenizer, ROWS, 5, 4, lambda completions, solution: rewards, 3)
     for dead in (0, 1):
         assert policy_gradient(model, sample.of_group(dead)).abs().max() == 0.0
     assert policy_gradient(model, sample.of_group(2)).abs().max() > 0.0
 
 
-# ---- Probes ----
-
-
 def test_a_visit_measures_every_prompt_and_leaves_the_training_alone():
     model, tokenizer = small_model()
     visits = []
-    probe = Probe(settings(prompts=3), TaskData(ROWS, {"held_out": ROWS[:2]}), tokenizer, lambda: visits.append(1))
+    settings = ProbeSettings(group_size=4, seed=1, steps=10, probes=3, prompts=3, inputs="x")
+    probe = Probe(settings, TaskData(ROWS, {"held_out": ROWS[:2]}), tokenizer, lambda: visits.append(1))
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     probe.on_train_begin(None, None, None, model=model)
@@ -123,21 +96,16 @@ def test_a_visit_measures_every_prompt_and_leaves_the_training_alone():
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     (record,) = probe.records
-    assert visits == [1]
-    assert record["step"] == 0
+    assert (visits, record["step"]) == ([1], 0)
     assert {len(values) for values in record.values() if isinstance(values, list)} == {3}
-    np.testing.assert_allclose(
-        record["expected_pass_rates"], Evaluation(probe.rows, tokenizer, 5).pass_rates(model), rtol=1e-6
-    )
+    rates = Evaluation(probe.rows, tokenizer, 5).pass_rates(model)
+    np.testing.assert_allclose(record["expected_pass_rates"], rates, rtol=1e-6)
     # The answers are hardly ever found by this model: dead groups, yet with an expected gradient
     dead = np.array(record["uncertainty"]) == 0
     assert dead.any()
     assert not np.array(record["own_norm"])[dead].any()
     assert (np.array(record["expected_norm"]) > 0).all()
     assert (np.abs(record["projection"]) <= np.array(record["own_norm"]) + 1e-6).all()
-
-
-# ---- Rank correlations ----
 
 
 @pytest.mark.slow

@@ -8,11 +8,10 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 import tiny
-from bench_samples import settings
+from bench_samples import settings, task_files
 from benchmarks import run as bench_run
 from benchmarks.evaluation import Evaluation
 from benchmarks.strategies import BASELINE, NOT_SETTINGS, STRATEGIES
-from benchmarks.tasks import TaskFiles
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.record import open_run
 
@@ -35,24 +34,25 @@ TRAINING = {
 
 @pytest.fixture
 def files(tmp_path):
-    tiny.save(tmp_path / "model")
-    for name, rows in (("train", range(7)), ("test", range(20, 31))):
-        lines = (json.dumps({"prompt": f"{i}+{i * i}=", "solution": str(i % 10)}) + "\n" for i in rows)
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    return TaskFiles(tmp_path / "model", tmp_path / "train.jsonl", tmp_path / "test.jsonl")
+    return task_files(tmp_path)
 
 
 def small(strategy, **changes):
-    return settings(strategy, **({"training": TRAINING, "steps": 2, "eval_every": 1, "learning_rate": 1e-2} | changes))
+    return settings(strategy, **{"training": TRAINING, "steps": 2, "eval_every": 1, "learning_rate": 1e-2} | changes)
+
+
+def trainer_of(own, files, folder, rows=7):
+    trainer = bench_run.build_trainer(own, files, tiny.prompts(rows).to_list(), folder)
+    trainer.reward_funcs = [tiny.even_length_reward]
+    return trainer
 
 
 @pytest.mark.parametrize(("strategy", "plain_class"), [("grpo", GRPOTrainer), ("lze_pruned", LZEGRPOTrainer)])
 def test_instruments_and_evaluations_change_no_weight(files, tmp_path, strategy, plain_class):
     own = small(strategy)
-    rows = [{"prompt": f"{i}+{i * i}=", "solution": str(i % 10)} for i in range(7)]
-    trainer = bench_run.build_trainer(own, files, rows, tmp_path / "run")
-    trainer.reward_funcs = [tiny.even_length_reward]
-    evaluations = {name: Evaluation(rows, trainer.processing_class, 5) for name in ("held_out", "train")}
+    trainer = trainer_of(own, files, tmp_path / "run")
+    evaluation = Evaluation(tiny.prompts(7).to_list(), trainer.processing_class, 5)
+    evaluations = {"held_out": evaluation, "train": evaluation}
     recorder = bench_run.Recorder(trainer, own, evaluations, tmp_path / "progress.json")
     trainer.add_callback(recorder)
     trainer.train()
@@ -61,9 +61,8 @@ def test_instruments_and_evaluations_change_no_weight(files, tmp_path, strategy,
     config_class, own_class = (GRPOConfig, {}) if plain_class is GRPOTrainer else (LZEGRPOConfig, {"strategy": "lze"})
     common = {"learning_rate": 1e-2, "max_steps": 2, "seed": 0, "report_to": "none", "save_strategy": "no"}
     common |= TRAINING | own.overrides | own_class | {"disable_tqdm": True, "output_dir": str(tmp_path / "plain")}
-    plain = plain_class(
-        str(files.model), tiny.even_length_reward, config_class(**common), train_dataset=trainer.train_dataset
-    )
+    args = config_class(**common)
+    plain = plain_class(str(files.model), tiny.even_length_reward, args, train_dataset=trainer.train_dataset)
     plain.train()
     before = tiny.model().state_dict()
     after, expected = trainer.model.state_dict(), plain.model.state_dict()
@@ -100,36 +99,25 @@ def test_plain_trl_by_hand(files, tmp_path):
     assert "host" not in str(result["machine"]) and str(tmp_path) not in json.dumps(result)
 
 
+OURS = [name for name in STRATEGIES if name != BASELINE]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "changes"),
-    [
-        *((name, {}) for name in [name for name in STRATEGIES if name != BASELINE][::5]),
-        ("dapo", {"selection_ratio": 0.3}),
-    ],
+    ("strategy", "changes"), [*((name, {}) for name in OURS[::5]), ("dapo", {"selection_ratio": 0.3})]
 )
 def test_meter_and_ledger_agree(files, tmp_path, strategy, changes):
     # Two generation batches of three updates each, so that old log-probabilities are computed
     training = TRAINING | {"generation_batch_size": 24, "per_device_train_batch_size": 4, "beta": 0.1}
-    rows = [{"prompt": f"{i}+1=", "solution": "1"} for i in range(9)]
     own = small(strategy, training=training, steps=6, overrides=STRATEGIES[strategy].overrides | changes)
-    trainer = bench_run.build_trainer(own, files, rows, tmp_path)
-    trainer.reward_funcs = [tiny.even_length_reward]
+    trainer = trainer_of(own, files, tmp_path, 9)
     trainer.train()
     meter, ledger = trainer.meter, trainer.ledger
-    assert ledger.rows_trained > 0
     assert meter.rows_rolled_out == ledger.rows_rolled_out
-    assert meter.rows_trained == ledger.rows_trained
+    assert meter.rows_trained == ledger.rows_trained > 0
     generations = open_run(tmp_path / "trainer").generations()
     assert meter.live_groups == (generations.groups - generations.dead).sum() > 0
-    assert meter.tokens == {
-        "rollout": ledger.rollout_tokens,
-        "logprob": ledger.logprob_tokens,
-        "update": ledger.update_tokens,
-    }
+    assert meter.tokens == {name: getattr(ledger, f"{name}_tokens") for name in ("rollout", "logprob", "update")}
     assert all(meter.computed_tokens[phase] >= meter.tokens[phase] for phase in ("logprob", "update"))
-
-
-# ---- Evaluation ----
 
 
 def brute_force(model, tokenizer, prompt, answer, limit):
@@ -150,15 +138,15 @@ def test_expected_pass_rate_is_the_probability_of_the_answer(monkeypatch):
     monkeypatch.setattr("benchmarks.evaluation._BATCH", 2)  # five rows in three batches
     model, tokenizer = tiny.model().eval(), tiny.tokenizer()
     rows = [("1+1=", "2"), ("1234567+1=", "x"), ("3=", "12"), ("3=", "123"), ("9*9=", "1234")]
-    rows = [{"prompt": prompt, "solution": answer} for prompt, answer in rows]
-    rates = Evaluation(rows, tokenizer, 3).pass_rates(model)
-    expected = [brute_force(model, tokenizer, row["prompt"], row["solution"], 3) for row in rows]
+    asked = [{"prompt": prompt, "solution": answer} for prompt, answer in rows]
+    rates = Evaluation(asked, tokenizer, 3).pass_rates(model)
+    expected = [brute_force(model, tokenizer, *row, 3) for row in rows]
     np.testing.assert_allclose(rates, expected, rtol=1e-4)
     assert expected[4] == rates[4] == 0.0
     assert (rates[:4] > 0.0).all()
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "grpo"])
+@pytest.mark.parametrize("strategy", OURS)
 def test_every_strategy_is_a_valid_configuration(strategy, tmp_path):
     own = {name: value for name, value in STRATEGIES[strategy].overrides.items() if name not in NOT_SETTINGS}
     LZEGRPOConfig(**{"output_dir": str(tmp_path)} | TRAINING | own)

@@ -9,16 +9,9 @@ from benchmarks.real_server import compared, markdown
 
 def result(accuracies: list[float], seconds: float, tokens: int) -> dict:
     """A run with a step for each accuracy, each of so many seconds and tokens."""
-    curve = [
-        {
-            "step": step,
-            "accuracy": accuracy,
-            "seconds": step * seconds,
-            "rollout_tokens": step * tokens,
-            "update_tokens": step * tokens,
-        }
-        for step, accuracy in enumerate(accuracies, start=1)
-    ]
+    costs = {"seconds": seconds, "rollout_tokens": tokens, "update_tokens": tokens}
+    totals = [{name: step * cost for name, cost in costs.items()} for step in range(1, len(accuracies) + 1)]
+    curve = [total | {"accuracy": accuracy} for total, accuracy in zip(totals, accuracies, strict=True)]
     return {"curve": curve, "spent": {"rollout": 1.0, "update": 3.0}, "cores": 2}
 
 
@@ -39,13 +32,9 @@ def test_plain_grpos_accuracy_may_be_reached_sooner_or_never():
 def test_a_table_has_a_row_for_each_arm_that_has_plain_grpos_seed():
     slower = result([0.1, 0.2, 0.2], seconds=1.0, tokens=1)
     runs = [("plain", 0, PLAIN), ("exact", 0, slower), ("gate", 1, slower)]
+    about = {"machine": "a CPU", "date": "2026-11-25"}
     kept = [
-        {
-            "run": {"task": "words", "arm": arm, "seed": seed, "steps": 4},
-            "result": of_it,
-            "machine": "a CPU",
-            "date": "2026-11-25",
-        }
+        {"run": {"task": "words", "arm": arm, "seed": seed, "steps": 4}, "result": of_it, **about}
         for arm, seed, of_it in runs
     ]
     rows = [line for line in markdown(kept).splitlines() if line.startswith("| ") and "--" not in line]

@@ -35,7 +35,8 @@ def test_docstring_help_and_default_agree(field):
         assert default is None
         default = DEFAULTS[field.name]
         assert field.metadata["help"].endswith(f"Default: by the strategy, {default!r}.")
-    assert documented == (None if default is None else _shown(default)) or (default is None and documented == "")
+    shown = f'"{default}"' if isinstance(default, str) else str(default)
+    assert documented in (("", None) if default is None else (shown,))
     annotated = {bool: "bool", int: "int", float: "float", str: "str"}
     hint = HINTS[field.name]  # a parser changes `field.type`
     if hint == dict[str, Any] | str | None:  # text on command lines
@@ -43,10 +44,6 @@ def test_docstring_help_and_default_agree(field):
     plain = [annotated[option] for option in get_args(hint) or [hint] if option in annotated]
     assert plain in ([], [kind])
     assert text.strip().endswith(".")
-
-
-def _shown(value) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def test_no_field_of_trl_is_hidden():

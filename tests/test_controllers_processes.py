@@ -1,48 +1,25 @@
 """Two processes draw, choose and train as one does, with every selector and controller."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 
 import tiny
-from case_runs import run_all
 from controllers_run import CONTROLLERS, passes
 from controllers_run import run as run_case
-from launches import on_processes
+from launches import gap, launch, records
 from lze_trl.config import SELECTORS
 from lze_trl.record.reader import open_run
-from test_controllers_training import assert_laws, assert_table, drawn_groups, times
+from test_controllers_training import assert_laws, drawn_groups, times
 
 
-SHAPE = {"rows": 12, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "selection_ratio": 0.8}
-SETTINGS = SHAPE | {"optim": "sgd", "learning_rate": 0.2}
-
-
-def launch(directory: Path, processes: int, cases: dict[str, dict]):
-    """Run cases on some processes; `directory` gets their records."""
-    path = directory / "cases.json"
-    path.write_text(json.dumps(cases))
-    on_processes(processes, directory / "log.txt", run_all, run_case, path)
-
-
-def records(directory: Path, name: str, processes: int) -> list[dict]:
-    return [json.loads((directory / f"{name}.{processes}.{rank}.json").read_text()) for rank in range(processes)]
-
-
-def cases() -> dict[str, dict]:
-    """Every controller with a selector or two, in turn."""
-    turns = [(name, SELECTORS[(i + turn) % len(SELECTORS)]) for i, name in enumerate(CONTROLLERS) for turn in (0, 3)]
-    return {
-        f"{controller}-{selector}": SETTINGS
-        | CONTROLLERS[controller]
-        | {"controller": controller, "selector": selector}
-        for controller, selector in turns[::2] + turns[3::4]
-    }
-
+SETTINGS = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "selection_ratio": 0.8}
+SETTINGS |= {"optim": "sgd", "learning_rate": 0.2}
+CASES = {
+    controller: SETTINGS | own | {"controller": controller, "selector": selector}
+    for (controller, own), selector in zip(CONTROLLERS.items(), SELECTORS, strict=True)
+}
 
 # Rounds that two processes cannot share evenly: a few rows more are drawn
 UNEVEN = {
@@ -51,27 +28,11 @@ UNEVEN = {
     "dynamic": {"controller_kwargs": {"max_rounds": 4}, "num_generations": 3, "selection_ratio": 1.0},
 }
 
-SAVED = SETTINGS | {
-    "controller": "dynamic",
-    "selection_ratio": 0.5,
-    "max_steps": 5,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "optim": "adamw_torch",
-    "learning_rate": 5e-2,
-}
-GUARDED = SETTINGS | {
-    "controller": "gate",
-    "selector": "zero_variance",
-    "num_generations": 3,
-    "controller_kwargs": {
-        "control": 0.2,
-        "explore": 0.2,
-        "recheck": 1.0,
-    },  # an even number of completions in each round
-    "reward": "half_reward",
-    "max_steps": 12,
-}
+SAVED = SETTINGS | {"controller": "dynamic", "selection_ratio": 0.5, "optim": "adamw_torch", "learning_rate": 5e-2}
+SAVED |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+GUARDED = SETTINGS | {"controller": "gate", "selector": "zero_variance", "reward": "half_reward", "max_steps": 12}
+# An even number of completions in each round
+GUARDED |= {"num_generations": 3, "controller_kwargs": {"control": 0.2, "explore": 0.2, "recheck": 1.0}}
 TABLE = SETTINGS | {
     "controller": "reinforce_ada_balanced",
     "controller_kwargs": {"round_size": 3, "max_rounds": 4},  # groups that begin on one process and end on the other
@@ -86,26 +47,24 @@ TABLE = SETTINGS | {
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("controllers")
     tiny.save(directory / "model")
-    for name, settings in cases().items():
+    cases = CASES | {"guarded": GUARDED}
+    for name, settings in cases.items():
         run_case(directory, name, settings)
-    further = {f"uneven-{name}": SETTINGS | settings | {"controller": name} for name, settings in UNEVEN.items()}
-    further |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
-    further["dead"] = SETTINGS | {"controller": "dynamic", "reward": "no_reward", "beta": 0.05}
-    run_case(directory, "guarded", GUARDED)
-    launch(directory, 2, cases() | further | {"guarded": GUARDED})
+    cases |= {f"uneven-{name}": SETTINGS | settings | {"controller": name} for name, settings in UNEVEN.items()}
+    cases |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
+    cases["dead"] = SETTINGS | {"controller": "dynamic", "reward": "no_reward", "beta": 0.05}
+    launch(directory, 2, run_case, cases)
     return directory
 
 
-@pytest.mark.parametrize("case", cases())
-def test_two_processes_are_one(runs, case):
-    controller = case.split("-")[0]
-    one, two = records(runs, case, 1), records(runs, case, 2)
+@pytest.mark.parametrize("controller", CASES)
+def test_two_processes_are_one(runs, controller):
+    one, two = records(runs, controller, 1), records(runs, controller, 2)
     assert_laws(two, controller, CONTROLLERS[controller])
     assert one[0]["batches"] == two[0]["batches"]
     for first, second in zip(one[0]["rounds"], two[0]["rounds"], strict=True):
         assert {**first, "weights": 0} == {**second, "weights": 0}
-    first, second = (torch.load(runs / f"{case}.{world}.pt") for world in (1, 2))
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5
+    assert gap(runs / f"{controller}.1.pt", runs / f"{controller}.2.pt") < 1e-5
 
 
 @pytest.mark.parametrize("controller", UNEVEN)
@@ -121,18 +80,18 @@ def test_rounds_that_do_not_divide(runs, controller):
 
 
 def test_the_guard_of_two_processes_is_that_of_one(runs):
-    one, two = records(runs, "guarded", 1), records(runs, "guarded", 2)
-    assert one[0]["batches"] == two[0]["batches"] == two[1]["batches"]
-    sizes = [[len(entry["rows"]) for entry in record["rounds"]] for record in (one[0], *two)]
-    assert sizes[0] == sizes[1] == sizes[2]
+    (one,), two = records(runs, "guarded", 1), records(runs, "guarded", 2)
+    for other in two:
+        assert other["batches"] == one["batches"]
+        sizes = [[len(entry["rows"]) for entry in record["rounds"]] for record in (one, other)]
+        assert sizes[0] == sizes[1]
     for name in ("lze/guard", "lze/gate_live_kept", "lze/gate_price"):
-        told = [entry.get(name) for entry in one[0]["log"]]
+        told = [entry.get(name) for entry in one["log"]]
         assert told == [entry.get(name) for entry in two[0]["log"]] and told[-1] is not None
 
 
 def test_two_processes_without_a_signal(runs):
-    both = records(runs, "dead", 2)
-    for record in both:
+    for record in records(runs, "dead", 2):
         assert record["micro_batches"] == []
         assert record["ledger"]["skipped_updates"] == 3
         # 17 prompts in rounds of 6: the next pass has none that the batch does not hold
@@ -140,28 +99,25 @@ def test_two_processes_without_a_signal(runs):
 
 
 def test_the_table_and_the_telemetry_of_two_processes(runs):
-    record, *_ = records(runs, "table", 2)
-    run = open_run(runs / "table-2")
-    recorded = run.arrow(
-        "SELECT completions.generation, text, completion, reward FROM completions JOIN prompts USING (prompt_id) "
-        "ORDER BY completions.generation, text, index"
-    ).to_pylist()
-    tokenizer, drawn = tiny.tokenizer(), drawn_groups(record)
-    assert [tuple(row.values()) for row in recorded] == [
-        (generation, prompt, tokenizer.decode(completion, skip_special_tokens=True), passes(completion))
+    drawn, tokenizer = drawn_groups(records(runs, "table", 2)[0]), tiny.tokenizer()
+    # Every completion, in its group and in the order drawn
+    expected = [
+        (generation, prompt, tokenizer.decode(completion, skip_special_tokens=True), passes(completion), len(group))
         for generation, groups in enumerate(drawn)
-        for prompt in sorted(groups)
-        for completion in groups[prompt]
+        for prompt, group in sorted(groups.items())
+        for completion in group
     ]
-    sizes = run.arrow("SELECT groups.generation, text, size FROM groups JOIN prompts USING (prompt_id)").to_pylist()
-    assert {(row["generation"], row["text"]): row["size"] for row in sizes} == {
-        (generation, prompt): len(completions)
-        for generation, groups in enumerate(drawn)
-        for prompt, completions in groups.items()
-    }
-    for step in range(3):
-        table = pd.read_parquet(runs / "table-2" / "completions" / f"completions_{step + 1:05d}.parquet")
-        assert_table(table, record, step)
+    recorded = open_run(runs / "table-2").arrow(
+        "SELECT generation, text, completion, reward, size FROM completions JOIN groups USING (generation, prompt_id) "
+        "JOIN prompts USING (prompt_id) ORDER BY generation, text, index"
+    )
+    assert [tuple(row.values()) for row in recorded.to_pylist()] == expected
+    tables = []
+    for generation, file in enumerate(sorted((runs / "table-2" / "completions").iterdir())):
+        table = pd.read_parquet(file).sort_values("prompt", kind="stable")
+        rows = zip(table["prompt"], table["completion"], table["quarter_reward"], strict=True)
+        tables += [(generation, *row) for row in rows]
+    assert tables == [row[:-1] for row in expected]
 
 
 def test_two_processes_resumed(runs):
@@ -171,5 +127,4 @@ def test_two_processes_resumed(runs):
         for name in ("rounds", "batches", "micro_batches"):
             assert resumed[name] == whole[name][-len(resumed[name]) :]
         assert {**resumed["ledger"], **times(whole["ledger"])} == whole["ledger"]
-    first, second = (torch.load(runs / f"{name}.2.pt") for name in ("whole", "resumed"))
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
+    assert gap(runs / "whole.2.pt", runs / "resumed.2.pt") < 1e-6

@@ -1,6 +1,7 @@
 """References, schemas and sources of data; what cannot be used is refused with what to do."""
 
-import json
+from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -38,14 +39,11 @@ def write(tmp_path):
     """Write rows to a file, whose name gives the format."""
 
     def to(name, rows):
-        path = tmp_path / name
+        path, table = tmp_path / name, Dataset.from_list(rows)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".jsonl":
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        elif path.suffix == ".json":
-            path.write_text(json.dumps(rows))
+        if path.suffix.startswith(".json"):
+            table.to_json(path, lines=path.suffix == ".jsonl")
         else:
-            table = Dataset.from_list(rows)
             (table.to_parquet if path.suffix == ".parquet" else table.to_csv)(path)
         return str(path)
 
@@ -68,19 +66,6 @@ def hub(path, **settings):
 )
 def test_references(text, expected):
     assert parse_reference(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a/b?spilt=test", r"unknown settings \['spilt'\]"),
-        ("", "There is no file or folder ''"),
-        ("data/train.jsonl", "There is no file or folder 'data/train.jsonl'"),
-    ],
-)
-def test_references_that_are_refused(text, message):
-    with pytest.raises(DataError, match=message):
-        load_prompts(text)
 
 
 @pytest.mark.parametrize(
@@ -145,22 +130,15 @@ def test_system_prompt_and_suffix(write):
         load_prompts(dapo, conversational=False, system_prompt="Think.")
 
 
-def test_columns_by_name(write):
-    path = write("own.jsonl", [{"task": "1+1", "meta": {"gold": r"\boxed{2}"}, "note": "n"}])
+def test_columns_by_name_and_ids_of_the_rows(write):
+    row = {"task": "1+1", "meta": {"gold": r"\boxed{2}"}, "note": "n"}
+    path = write("own.jsonl", [row | {"prompt_id": 7}, row | {"prompt_id": 8}])  # an id that a row has is kept
     dataset = load_prompts(path, prompt_column="task", answer_column="meta.gold")
-    assert dataset["solution"] == ["2"]
-    assert dataset["note"] == ["n"]
+    assert dataset["solution"] == ["2"] * 2
+    assert (dataset["note"], dataset["prompt_id"]) == (["n"] * 2, [7, 8])
 
 
-def test_limit(write):
-    path = write("gsm8k.jsonl", GSM8K)
-    assert load_prompts(path, limit=2)["solution"] == ["24", "1,234"]
-    assert len(load_prompts(path, limit=10)) == 3
-    with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
-        load_prompts(path, limit=0)
-
-
-def test_mixture(write):
+def test_a_limited_mixture(write):
     own = [{"problem": "B?", "answer": "1", "id": "x"}]
     names = {"a/math.jsonl": MATH, "b/math_500.jsonl": MATH_500, "c/amc.jsonl": AMC, "d/own.jsonl": own}
     dataset = load_mixture([write(name, rows) for name, rows in names.items()], limit=2)
@@ -168,6 +146,8 @@ def test_mixture(write):
     assert dataset["level"] == ["Level 2", "Level 5", "2", None, None]  # a number in one set and text in another
     assert dataset["id"] == [None, None, None, "0", "x"]
     assert dataset["prompt"][4] == [{"role": "user", "content": "B?"}]
+    with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
+        load_mixture([write("own.jsonl", own)], limit=0)
 
 
 def test_rows_without_a_problem_are_dropped_and_reported(write, caplog):
@@ -209,29 +189,22 @@ def test_contexts_come_before_the_problem(write, row, settings, expected):
 
 
 CHOICES = {
-    "letters": [{"question": "2+2?", "options": ["3", "4"], "answer": "(b)"}],
-    "texts": [{"question": "2+2?", "options": ["3", "4"], "answer": "4"}],
-    "numbers": [{"question": "2+2?", "choices": ["three", "four"], "answer": 1}],
-    "labels": [{"question": "2+2?", "choices": {"text": ["3", "4"], "label": ["x", "Y"]}, "answerKey": "Y"}],
-    "mapping": [{"question": "2+2?", "options": {"p": "3", "q": "4", "r": None}, "answer": "q"}],
-    "labelled": [
-        {"question": "2+2?", "choices": [{"label": "1", "text": "3"}, {"label": "2", "text": "4"}], "answer": "2"}
-    ],
-    "numbers from 1": [{"question": "2+2?", "choices": ["three", "four"], "answer": 2}],
+    "letters": {"options": ["3", "4"], "answer": "(b)"},
+    "texts": {"options": ["3", "4"], "answer": "4"},
+    "numbers": {"choices": ["three", "four"], "answer": 1},
+    "labels": {"choices": {"text": ["3", "4"], "label": ["x", "Y"]}, "answerKey": "Y"},
+    "mapping": {"options": {"p": "3", "q": "4", "r": None}, "answer": "q"},
+    "labelled": {"choices": [{"label": "1", "text": "3"}, {"label": "2", "text": "4"}], "answer": "2"},
+    "numbers from 1": {"choices": ["three", "four"], "answer": 2},
 }
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_gold_answer_is_the_letter_of_the_right_option(write, name):
-    dataset = load_prompts(write("data.jsonl", CHOICES[name]), conversational=False)
+    dataset = load_prompts(write("data.jsonl", [{"question": "2+2?"} | CHOICES[name]]), conversational=False)
     texts = ("three", "four") if name.startswith("numbers") else ("3", "4")
     assert dataset["prompt"] == [f"2+2?\nA. {texts[0]}\nB. {texts[1]}"]
     assert dataset["solution"] == ["B"]
-
-
-def test_the_id_that_a_row_has_is_kept(write):
-    rows = [{"problem": "A?", "answer": "1", "prompt_id": 7}, {"problem": "A?", "answer": "1", "prompt_id": 8}]
-    assert load_prompts(write("own.jsonl", rows))["prompt_id"] == [7, 8]
 
 
 def test_a_set_may_lack_gold_answers(write):
@@ -259,8 +232,11 @@ def test_tables_that_are_refused(rows, settings, message, write):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("reference", "content", "message"),
     [
+        ("a/b?spilt=test", None, r"unknown settings \['spilt'\]"),
+        ("", None, "There is no file or folder ''"),
+        ("data/train.jsonl", None, "There is no file or folder 'data/train.jsonl'"),
         ("empty.jsonl", b"", "cannot be read|has no rows"),
         ("rows.csv", b"problem,answer\n", "cannot be read|has no rows"),
         ("cut.jsonl", b'{"problem": "A?", "answer": "1"}\n{"problem": "B?", "ans', "cannot be read"),
@@ -268,10 +244,12 @@ def test_tables_that_are_refused(rows, settings, message, write):
         ("data.xlsx", b"PK", "unknown format '.xlsx'"),
     ],
 )
-def test_files_that_cannot_be_read(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
+def test_references_that_cannot_be_read(reference, content, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(reference).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        load_prompts(str(tmp_path / name))
+        load_prompts(reference)
 
 
 # ---- Configurations, and the Hub ----
@@ -289,9 +267,6 @@ def test_a_set_in_configurations_is_that_of_the_default_or_all_of_them(write, tm
 
 
 def test_a_hub_that_cannot_be_reached_says_what_to_do(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise ConnectionError("offline")
-
-    monkeypatch.setattr(sources.datasets, "get_dataset_config_names", refuse)
+    monkeypatch.setattr(sources.datasets, "get_dataset_config_names", Mock(side_effect=ConnectionError("offline")))
     with pytest.raises(DataError, match=r"cannot be reached, .*`hf download --repo-type dataset openai/none`"):
         load_prompts("openai/none")

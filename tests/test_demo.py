@@ -15,7 +15,6 @@ from benchmarks.demo import ARMS, read_curve, train_arm
 from lze_trl.app.runs import RunBook
 
 
-ROOT = Path(__file__).parents[1]
 SMALL = WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
 
 
@@ -40,7 +39,7 @@ def home(tmp_path, monkeypatch):
     """A folder without an earlier warm start, in which the demo runs with a smaller one."""
     monkeypatch.setattr(tasks, "ADDITION_DIR", tmp_path / "runs" / "demo" / "warm-start")
     monkeypatch.setattr(addition, "WarmStart", lambda: SMALL)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -61,8 +60,7 @@ def test_arms_train_on_the_same_prompts_and_exact_ends_with_the_weights_of_plain
         assert [point["step"] for point in curve["points"]] == [0, 2, 4, 5]
         assert curve["points"][0]["accuracy"] == curves["plain"]["points"][0]["accuracy"]
         seconds = [point["seconds"] for point in curve["points"]]
-        assert seconds == sorted(seconds)
-        assert seconds[0] == 0
+        assert seconds == sorted(seconds) and seconds[0] == 0
     last = {arm: curve["points"][-1] for arm, curve in curves.items()}
     assert [last["plain"][work] for work in ("rollouts", "updates", "total")] == [1.0, 1.0, 1.0]
     assert last["exact"]["rollouts"] == 1.0
@@ -77,14 +75,10 @@ def test_arms_train_on_the_same_prompts_and_exact_ends_with_the_weights_of_plain
 
 
 def test_a_wrong_flag_is_refused_before_anything_is_trained(home):
-    wrong = {
-        "--learning_rate=fast": "learning_rate",
-        "--planner=greso": "needs pruning",
-        "--strategy=gate": "For one alone",
-    }
-    for flags, message in wrong.items():
+    wrong = {"learning_rate=fast": "learning_rate", "planner=greso": "needs pruning", "strategy=gate": "For one alone"}
+    for flag, message in wrong.items():
         with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-            demo.main([flags, "--pruning=none"])
+            demo.main([f"--{flag}", "--pruning=none"])
     assert not (home / "runs").exists()
 
 

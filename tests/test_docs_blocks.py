@@ -4,7 +4,6 @@ import importlib.util
 import re
 import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
@@ -25,27 +24,16 @@ ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
 OWN_TESTS = {"README.md", "docs/agents.md", "docs/choosing.md", "docs/migrate.md"}
 
 
-class Block(NamedTuple):
-    """A code block."""
-
-    page: str
-    number: int
-    mark: str | None
-    language: str
-    text: str
-
-
-def blocks_of(page: str) -> list[Block]:
+def blocks_of(page: str, language: str) -> list[str]:
+    """The code blocks of a page in a language, without those that are marked as not run."""
     found = FENCE.findall(PAGES[page].read_text(encoding="utf-8"))
-    return [Block(page, i, mark or None, language, text) for i, (mark, language, text) in enumerate(found)]
+    return [text for mark, own, text in found if own == language and not mark]
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-
-
-def written_in(language: str) -> list:
-    """The blocks of a language, as parameters of a test."""
-    return [pytest.param(block, id=f"{block.page}-{block.number}") for block in BLOCKS if block.language == language]
+def pages_in(language: str, without: set[str] = frozenset()) -> pytest.MarkDecorator:
+    """Runs a test for each page that has blocks in a language."""
+    pages = sorted(page for page in PAGES.keys() - without if blocks_of(page, language))
+    return pytest.mark.parametrize("page", pages)
 
 
 # ---- Python: the blocks of a page one after the other, in a folder with a recorded run ----
@@ -58,48 +46,36 @@ def names(tmp_path_factory) -> dict:
     levels = ["easy", "hard"]
     dataset = tiny.prompts(17).map(lambda row, i: {"level": levels[i % 2]}, with_indices=True)
     given = {"model": tiny.save(folder / "model"), "reward": tiny.even_length_reward, "dataset": dataset}
-    own = {"telemetry": True, "telemetry_completions": "all"}
-    trainer = tiny.run(folder / "runs/demo/lze", dataset=dataset, trainer={"model": given["model"]}, **own)
+    own = {"telemetry": True, "telemetry_completions": "all", "trainer": {"model": given["model"]}}
+    given["trainer"] = trainer = tiny.run(folder / "runs/demo/lze", dataset=dataset, **own)
     (folder / "probe.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
-    given |= {"trainer": trainer}
-    settings = {"output_dir": "runs/page", "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 4}
-    return given | {"args": trainer.args, "settings": settings | {"per_device_train_batch_size": 12}, "folder": folder}
+    return given | {"args": trainer.args, "settings": tiny.COMMON | {"output_dir": "runs/page"}, "folder": folder}
 
 
-PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"} - OWN_TESTS)
-
-
-@pytest.mark.parametrize("page", PYTHON)
+@pages_in("python", without=OWN_TESTS)
 def test_python_runs(page, names, monkeypatch, capsys):
     monkeypatch.chdir(names["folder"])
     page_names = dict(names)
-    for block in blocks_of(page):
-        if block.language == "python" and block.mark is None:
-            exec(block.text, page_names)
+    for block in blocks_of(page, "python"):
+        exec(block, page_names)
 
 
 # ---- YAML: keys of a recipe ----
 
 
-@pytest.mark.parametrize("block", written_in("yaml"))
-def test_yaml_is_a_recipe(block, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(block.text)
-    parse_recipe([str(recipe), *ON_CPU])
+@pages_in("yaml")
+def test_yaml_is_a_recipe(page, tmp_path):
+    for block in blocks_of(page, "yaml"):
+        recipe = tmp_path / "recipe.yaml"
+        recipe.write_text(block)
+        parse_recipe([str(recipe), *ON_CPU])
 
 
 # ---- Commands ----
 
 
-PLACEHOLDERS = {"RECIPE": "recipes/demo/lze.yaml"}
-
-
-def check_recipe(arguments: list[str]):
-    parse_recipe([*arguments, *ON_CPU])
-
-
 def check_lze_trl(words: list[str]):
-    words = [PLACEHOLDERS.get(word, word) for word in words]
+    words = ["recipes/demo/lze.yaml" if word == "RECIPE" else word for word in words]
     if words[-1] == "--help":
         with pytest.raises(SystemExit) as ended:
             cli.build_parser().parse_args(words)
@@ -108,7 +84,7 @@ def check_lze_trl(words: list[str]):
     namespace, flags = cli.build_parser().parse_known_args(words)
     if namespace.command is cli._train:
         cli.launch_command(namespace, flags)
-        check_recipe(["--config", namespace.recipe, *flags])
+        parse_recipe([namespace.recipe, *flags, *ON_CPU])
     else:
         assert flags == []
     find_tasks(vars(namespace).get("tasks") or [])  # refuses unknown ones
@@ -126,7 +102,7 @@ def check(command: str):
             launch = launch_command_parser().parse_args(arguments)
             assert Path(launch.config_file).is_file() and launch.module
             if launch.training_script == "lze_trl.job.train":
-                check_recipe(launch.training_script_args)
+                parse_recipe([*launch.training_script_args, *ON_CPU])
         case ["make", *targets]:
             makefile = (ROOT / "Makefile").read_text()
             assert all(re.search(rf"^{target}:", makefile, re.M) for target in targets if "=" not in target)
@@ -134,8 +110,8 @@ def check(command: str):
             assert importlib.util.find_spec(module)
 
 
-@pytest.mark.parametrize("block", written_in("bash"))
-def test_commands_are_understood(block, monkeypatch, capsys):
+@pages_in("bash")
+def test_commands_are_understood(page, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    for command in block.text.replace("\\\n", " ").splitlines():
+    for command in "".join(blocks_of(page, "bash")).replace("\\\n", " ").splitlines():
         check(command)

@@ -15,8 +15,6 @@ from test_laws import distance, moved
 
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = json.loads((ROOT / "examples" / "own_selector.ipynb").read_text(encoding="utf-8"))
-CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
 def example(page: str, word: str = "") -> str:
@@ -66,10 +64,8 @@ def test_the_own_controller_of_the_page_about_choosing(tmp_path):
 
 def test_the_script_of_the_page_about_migration_trains_as_trl_does(tmp_path):
     script = example("docs/migrate.md")
-    settings = {"per_device_train_batch_size": 12, "num_generations": 4, "max_completion_length": 5, "max_steps": 4}
-    settings |= {"optim": "sgd", "learning_rate": 0.5, "save_strategy": "no", "disable_tqdm": True}
-    settings |= {"use_cpu": True, "bf16": False, "report_to": "none", "output_dir": str(tmp_path / "run")}
-    names = given(tmp_path) | {"settings": settings}
+    own = {"max_steps": 4, "optim": "sgd", "learning_rate": 0.5, "save_strategy": "no", "disable_tqdm": True}
+    names = given(tmp_path) | {"settings": tiny.COMMON | own | {"output_dir": str(tmp_path / "run")}}
     theirs = result(script.replace("lze_trl", "trl").replace("LZEGRPO", "GRPO"), **names)
     ours = result(script, **names)
     assert type(theirs) is GRPOTrainer
@@ -83,8 +79,9 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mpl.use("agg")
     names = {}
-    for cell in CELLS:  # without Jupyter
-        exec("".join(cell["source"]), names)
+    for cell in json.loads((ROOT / "examples" / "own_selector.ipynb").read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":  # without Jupyter
+            exec("".join(cell["source"]), names)
     comparison = names["comparison"]
     assert list(comparison.index) == ["exact", "frontier", "energy"]
     assert (comparison["accuracy after"] > comparison["accuracy before"]).all()

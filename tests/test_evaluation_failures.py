@@ -1,9 +1,4 @@
-"""
-Evaluation by servers that fail or change, against servers that do so on command. Locked here:
-
-- a training's servers hold its weights before they answer;
-- a server that fails leaves its requests to the others.
-"""
+"""Evaluation by servers that fail or change, against servers that do so on command."""
 
 from types import SimpleNamespace
 
@@ -28,10 +23,9 @@ class TextServer(FakeVLLM):
         if len(body["prompt"]) > self.max_model_len:
             return 400, {"error": {"message": f"This model's maximum context length is {self.max_model_len} tokens."}}
         choice = {"text": f"#### {self.loads}", "finish_reason": "stop"}
-        answer = {"choices": [choice], "usage": {"completion_tokens": 3}}
         if callable(fault):
-            fault(answer)
-        return 200, answer
+            fault(choice)
+        return 200, {"choices": [choice], "usage": {"completion_tokens": 3}}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +43,8 @@ def fakes():
 
 def answers(engine, problems=None, max_tokens=4):
     problems = problems or [Problem(str(number), f"{number}+1=", "1") for number in range(6)]
-    found = engine.generate([SampleRequest(problem, 0) for problem in problems], Decoding(max_tokens=max_tokens))
+    requests = [SampleRequest(problem, 0) for problem in problems]
+    found = engine.generate(requests, Decoding(max_tokens=max_tokens))
     return {request.problem.id: output for request, output in found}
 
 
@@ -66,7 +61,7 @@ def test_a_server_that_fails_leaves_its_requests_to_the_others(fakes):
 
 def test_answers_are_not_believed(fakes, caplog):
     engine = ServerEngine.connect([fakes[0].url], recovery_timeout=5.0)
-    fakes[0].faults["/v1/completions"] = [lambda answer: answer["choices"][0].update(text=["a"])]
+    fakes[0].faults["/v1/completions"] = [lambda choice: choice.update(text=["a"])]
     assert set(answers(engine).values()) == {Output("#### 0", 3, False)}
     assert "sent a damaged answer" in caplog.text
 

@@ -1,11 +1,4 @@
-"""
-Evaluation on tasks during a training. Locked here:
-
-- a training with evaluations trains as one without, to the last bit;
-- its samples are those of `lze-trl eval` on the checkpoint of the same step;
-- a run that is resumed keeps what was evaluated, and one that begins anew does not;
-- two processes find what one finds.
-"""
+"""Evaluation on tasks during a training, which goes on as without."""
 
 import json
 import shutil
@@ -13,8 +6,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import tiny
 from launches import by_accelerate, on_two_cpus, run_to_end
@@ -30,23 +21,23 @@ from lze_trl.rewards import accuracy_reward
 
 
 TESTS = Path(__file__).resolve().parent
+COMMON = ["--no_chat", "--max_tokens", "5"]
 
 
 @pytest.fixture
 def job(tmp_path):
     """Write a recipe for a tiny model and return its path; keywords override its keys."""
-    own = tiny.job(tmp_path, train=12, sums=7) | {
-        "per_device_eval_batch_size": 4,
-        "learning_rate": 1e-2,
-        "eval_tasks": [str(tmp_path / "sums.jsonl")],
-        "eval_tasks_steps": 2,
-        "eval_tasks_samples": 3,
-    }
+    own = tiny.job(tmp_path, train=12, sums=7) | {"per_device_eval_batch_size": 4, "learning_rate": 1e-2}
+    own |= {"eval_tasks": [str(tmp_path / "sums.jsonl")], "eval_tasks_steps": 2, "eval_tasks_samples": 3}
     return lambda name="run", **keys: tiny.recipe(tmp_path, **own | {"output_dir": str(tmp_path / name)} | keys)
 
 
 def train(path):
     return run(*parse_recipe(["--config", path]))
+
+
+def samples(folder: Path):
+    return read_samples(folder / "sums.jsonl")
 
 
 def test_a_recipe_that_votes_its_own_way_is_evaluated_by_accuracy(job):
@@ -55,33 +46,27 @@ def test_a_recipe_that_votes_its_own_way_is_evaluated_by_accuracy(job):
         assert make_evaluation(script_args, args, script_args.eval_tasks).reward is accuracy_reward
 
 
-def samples(folder: Path):
-    return read_samples(folder / "sums.jsonl")
-
-
 def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_path):
     train(job())
     train(job("without", eval_tasks=[]))
-    trained, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "without"))
-    assert all(torch.equal(trained[name], plain[name]) for name in plain)
-    found = read_results(tmp_path / "run")
+    output, folder = tmp_path / "run", tmp_path / "run" / "evaluations"
+    trained, plain = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "without"))
+    assert trained == plain
+    found = read_results(output)
     assert list(found) == ["step-000000", "step-000002", "step-000004"]
-    assert all(len(samples(tmp_path / "run" / "evaluations" / name)) == 7 * 3 for name in found)
-    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert all(len(samples(folder / name)) == 7 * 3 for name in found)
+    log = json.loads((output / "trainer_state.json").read_text())["log_history"]
     logged = {logs["step"]: logs["tasks/sums/avg@3"] for logs in log if "tasks/sums/avg@3" in logs}
     assert logged == {int(name[-6:]): found[name]["tasks"]["sums"]["metrics"]["avg@3"][0] for name in found}
     assert len(set(logged.values())) > 1  # of shares of even lengths, so the policy has moved
-    with closing(open_run(tmp_path / "run")) as recorded:
+    with closing(open_run(output)) as recorded:
         shown = overview(recorded)
-    for text in ((tmp_path / "run" / "README.md").read_text(), shown):  # the first and the last
+    for text in ((output / "README.md").read_text(), shown):  # the first and the last
         assert "step-000000" in text and "step-000004" in text and "avg@3" in text
         assert "step-000002" not in text
-    flags = ["--tasks", str(tmp_path / "sums.jsonl"), "--no_chat", "--prompt_suffix", "", "--max_tokens", "5"]
-    flags += ["--seed", "7", "--samples", "3", "--reward", "tiny.even_length_reward"]
-    main(["eval", str(tmp_path / "run" / "checkpoint-2"), *flags])
-    assert samples(tmp_path / "run" / "evaluations" / "checkpoint-2") == samples(
-        tmp_path / "run" / "evaluations" / "step-000002"
-    )
+    flags = ["--prompt_suffix", "", "--seed", "7", "--samples", "3", "--reward", "tiny.even_length_reward"]
+    main(["eval", str(output / "checkpoint-2"), "--tasks", str(tmp_path / "sums.jsonl"), *COMMON, *flags])
+    assert samples(folder / "checkpoint-2") == samples(folder / "step-000002")
 
 
 def test_a_resumed_run_keeps_its_evaluations_and_a_new_one_does_not(job, tmp_path):
@@ -96,9 +81,7 @@ def test_a_resumed_run_keeps_its_evaluations_and_a_new_one_does_not(job, tmp_pat
     train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks_steps=5))
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000001", "step-foo"]
     for _ in range(2):
-        main(
-            ["eval", str(tmp_path / "run"), "--tasks", str(tmp_path / "sums.jsonl"), "--no_chat", "--max_tokens", "5"]
-        )
+        main(["eval", str(tmp_path / "run"), "--tasks", str(tmp_path / "sums.jsonl"), *COMMON])
     card = tmp_path / "run" / "README.md"
     assert card.read_text().count("| final | sums | 7 | avg@1 |") == card.read_text().count("## Evaluations") == 1
     train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks=[]))

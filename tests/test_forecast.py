@@ -1,5 +1,6 @@
 """Forecasts say what a training wastes and why, and change nothing of it."""
 
+import functools
 import itertools
 import json
 import random
@@ -22,6 +23,7 @@ from lze_trl.record import MissingTelemetryError, TelemetryError, open_run
 from lze_trl.record.advice import PATIENCE, Advice
 from lze_trl.record.causes import CAUSES, causes
 from lze_trl.record.schema import Status
+from test_laws import assert_same
 
 
 HORIZON = Horizon(prompts=64, per_batch=16, batches=12)
@@ -144,40 +146,29 @@ def make(directory, reward=tiny.even_length_reward, dataset=None, rollout=None, 
     return tiny.make(directory, reward_funcs=reward, dataset=data, trainer={"rollout_func": rollout}, **own)
 
 
+def random_numbers():
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
 @pytest.mark.parametrize(
     "settings", [{"strategy": "gate"}, {"strategy": "lze", "gradient_accumulation_steps": 2}], ids=str
 )
 def test_a_forecast_changes_nothing_of_the_training(tmp_path, settings):
-    runs = []
-    for name, asked in (("plain", False), ("forecast", True)):
-        trainer = make(tmp_path / name, **settings)
-        before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-        state = json.dumps(trainer.state.__dict__, default=str)
-        if asked:
-            told = trainer.forecast(7)
-            assert len(told.sample) == 7
-            assert (
-                trainer.generation_step.generation == len(trainer.prompt_state) == trainer.ledger.rows_rolled_out == 0
-            )
-            assert json.dumps(trainer.state.__dict__, default=str) == state
-            assert all(parameter.grad is None for parameter in trainer.model.parameters())
-            assert not (tmp_path / name / "telemetry").exists()
-        after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-        assert torch.equal(before[0], after[0])
-        assert before[1:] == after[1:]
-        trainer.train()
-        if asked:
-            trainer.forecast(4)  # after a training as well
-        runs.append(trainer)
-    plain, other = runs
-    for name, value in plain.model.state_dict().items():
-        assert torch.equal(value, other.model.state_dict()[name]), name
-    for part in (lambda run: run.prompt_state, lambda run: run.passes.stream):
-        theirs, ours = part(plain).state_dict(), part(other).state_dict()
-        assert all(np.array_equal(theirs[name], ours[name], equal_nan=True) for name in theirs)
-    assert [entry.get("reward") for entry in plain.state.log_history] == [
-        entry.get("reward") for entry in other.state.log_history
-    ]
+    plain = make(tmp_path / "plain", **settings)
+    plain.train()
+    other = make(tmp_path / "forecast", **settings)
+    before = random_numbers(), json.dumps(other.state.__dict__, default=str)
+    assert len(other.forecast(7).sample) == 7
+    assert before == (random_numbers(), json.dumps(other.state.__dict__, default=str))
+    assert other.generation_step.generation == len(other.prompt_state) == other.ledger.rows_rolled_out == 0
+    assert all(parameter.grad is None for parameter in other.model.parameters())
+    assert not (tmp_path / "forecast" / "telemetry").exists()
+    other.train()
+    other.forecast(4)  # after a training as well
+    assert_same(plain, other)
+    theirs, ours = (run.passes.stream.state_dict() for run in (plain, other))
+    assert all(np.array_equal(theirs[name], ours[name]) for name in theirs)
+    assert tiny.history(plain, "reward") == tiny.history(other, "reward")
 
 
 def test_a_stream_can_be_forecast(tmp_path):
@@ -297,20 +288,12 @@ def ended(prompts, trainer):
     return found
 
 
-def cut(prompts, trainer):
-    """Completions that do not."""
-    return tiny.fixed_rollouts(prompts, trainer, length=5)
-
-
 def always(value):
-    def reward(completions, **kwargs):
-        return [value] * len(completions)
-
-    return reward
+    return lambda completions, **kwargs: [value] * len(completions)
 
 
 FLAT = {
-    "cut_off": (always(0.0), cut, {}),
+    "cut_off": (always(0.0), functools.partial(tiny.fixed_rollouts, length=5), {}),
     "unscored": (always(None), ended, {}),
     "constant": (always(0.5), ended, {}),
     "solved": (always(1.0), ended, {}),
@@ -334,45 +317,45 @@ def test_a_flat_run_is_named_by_its_cause(tmp_path, cause, capsys):
         assert f'<p class="lze-advice">{lines[cause][:20]}' in (tmp_path / "report/report.html").read_text()
 
 
-def see(advice, outcomes, funcs=None, rate=1e-3, forecasts=0.5):
+def adviser(directory, strategy="exact", names=("reward",)):
+    return Advice(tiny.config(directory, strategy=strategy), list(names))
+
+
+def see(advice, outcomes, funcs=None, rate=1e-3, forecasts=0.5, times=1):
     batch = sample(outcomes, *([] if funcs is None else [funcs.sum(axis=1)])).batch
     if funcs is not None:
         batch = batch.with_rows(rewards_per_func=funcs)
-    advice.see(batch, causes(batch), np.broadcast_to(forecasts, batch.num_groups), rate)
+    for _ in range(times):
+        advice.see(batch, causes(batch), np.broadcast_to(forecasts, batch.num_groups), rate)
+    return advice.lines()
 
 
 def test_a_cause_must_have_held(tmp_path):
-    advice = Advice(tiny.config(tmp_path, strategy="exact"), ["reward"])
-    for count in range(PATIENCE):
-        assert not advice.lines(), count
-        see(advice, [[1, 1, 1, 1]] * 3 + [[1, 0, 1, 0]])
-    assert set(advice.lines()) == {"solved"}
+    advice, resumed = adviser(tmp_path), adviser(tmp_path)
+    mostly_solved = [[1, 1, 1, 1]] * 3 + [[1, 0, 1, 0]]
+    assert not see(advice, mostly_solved, times=PATIENCE - 1)
+    assert set(see(advice, mostly_solved)) == {"solved"}
     assert advice.metrics() == {"advice": 1.0}
-    resumed = Advice(tiny.config(tmp_path, strategy="exact"), ["reward"])
     resumed.load_state_dict(advice.state_dict())
     assert resumed.lines() == advice.lines()
-    for _ in range(PATIENCE // 2 + 1):
-        see(advice, [[1, 0, 1, 0]] * 4)
-    assert not advice.lines()
-    flat = Advice(tiny.config(tmp_path, strategy="lze"), ["reward"])
-    for count in range(10):  # are enough where every group is dead
-        assert not flat.lines(), count
-        see(flat, np.ones((4, 4)))
-    assert flat.lines()["solved"].endswith("all right. Use harder prompts.")  # it skips solved ones
+    assert not see(advice, [[1, 0, 1, 0]] * 4, times=PATIENCE // 2 + 1)
+    flat = adviser(tmp_path, "lze")
+    assert not see(flat, np.ones((4, 4)), times=9)
+    # Ten are enough where every group is dead; it skips solved ones
+    assert see(flat, np.ones((4, 4)))["solved"].endswith("all right. Use harder prompts.")
 
 
 def test_shaping_and_a_format_that_is_never_met_are_named(tmp_path):
-    advice = Advice(tiny.config(tmp_path, strategy="exact"), ["accuracy", "brevity", "format"])
+    advice = adviser(tmp_path, names=("accuracy", "brevity", "format"))
     for step in range(PATIENCE):
         brevity = np.linspace(0, 1, 16) + step
-        see(advice, np.zeros((4, 4)), np.stack([np.zeros(16), brevity, np.zeros(16)], axis=1))
-    lines = advice.lines()
+        lines = see(advice, np.zeros((4, 4)), np.stack([np.zeros(16), brevity, np.zeros(16)], axis=1))
     assert set(lines) == {"reward.0", "shaping.1", "reward.2"}
     assert "100% of the groups" in lines["shaping.1"]
 
 
 def test_a_group_that_a_gate_has_stopped_is_not_alive_by_its_shaping(tmp_path):
-    advice = Advice(tiny.config(tmp_path, strategy="gate"), ["accuracy", "brevity"])
+    advice = adviser(tmp_path, "gate", ("accuracy", "brevity"))
     right = np.array([1.0, 0.0] * 4 + [1.0] * 8)  # two groups of four by accuracy alone, and eight that were stopped
     groups = Batch.of(
         np.arange(10), np.repeat(np.arange(10), [4, 4, *[1] * 8]), right, right, np.ones(16), np.ones(16)
@@ -383,17 +366,13 @@ def test_a_group_that_a_gate_has_stopped_is_not_alive_by_its_shaping(tmp_path):
 
 
 def test_what_the_gate_would_have_saved(tmp_path):
-    advice = Advice(tiny.config(tmp_path, strategy="exact"), ["reward"])
     outcomes = np.concatenate([np.tile([1, 0, 1, 0], (2, 1)), np.ones((6, 4))])
-    for _ in range(PATIENCE):
-        see(advice, outcomes, forecasts=np.array([0.9] * 2 + [0.05] * 6))
+    lines = see(adviser(tmp_path), outcomes, forecasts=np.array([0.9] * 2 + [0.05] * 6), times=PATIENCE)
     # 8 first completions, and 3 more of each of the two that are foreseen: 14 of 32
-    assert "at most 0.44 ×" in advice.lines()["gate"]
+    assert "at most 0.44 ×" in lines["gate"]
 
 
 def test_a_gate_without_log_probabilities_is_told(tmp_path):
     for strategy, said in (("gate", {"logprobs"}), ("exact", set())):
-        advice = Advice(tiny.config(tmp_path, strategy=strategy), ["reward"])
-        for _ in range(PATIENCE):
-            see(advice, [[1, 0, 1, 0]] * 4, forecasts=0.9)  # of which no log-probabilities are known
-        assert set(advice.lines()) == said
+        # No log-probabilities of them are known
+        assert set(see(adviser(tmp_path, strategy), [[1, 0, 1, 0]] * 4, forecasts=0.9, times=PATIENCE)) == said

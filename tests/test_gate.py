@@ -88,9 +88,6 @@ def _some(whole: Batch, all_of: np.ndarray, begun: bool | np.ndarray = True) -> 
     return whole.take(rows)
 
 
-# ---- The law ----
-
-
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
     world = World(alone=alone)
@@ -151,9 +148,8 @@ def test_a_prompt_is_begun_unless_no_first_completion_could_make_it_worth_the_ot
 
 def test_it_draws_one_then_the_others_and_nothing_after():
     rng, controller = np.random.default_rng(0), Gate(4, explore=1e-9, recheck=0.0, control=0.0)
-    prompts = prompts_of(
-        4, alive=[0.4, 0.4, 0.4, 0.01], alive_given_first=[0.1, 0.8, 0.1, NAN], alive_needed=[0.2] * 4
-    )
+    known = {"alive": [0.4, 0.4, 0.4, 0.01], "alive_given_first": [0.1, 0.8, 0.1, NAN]}
+    prompts = prompts_of(4, alive_needed=[0.2] * 4, **known)
     drawn = rollouts({0: [1.0], 1: [1.0], 2: [1.0], 3: []})
     counts = [ask(controller, i, prompts, drawn, rng).tolist() for i in range(3)]
     assert counts == [[1, 1, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
@@ -178,14 +174,11 @@ def test_one_group_stands_for_those_that_chance_left_out():
 
 
 def test_groups_that_were_stopped_teach_nothing():
-    gates = []
-    for stopped in ([1.0], [0.0]):
-        gate = Threshold()
+    gates = Threshold(), Threshold()
+    for gate, stopped in zip(gates, ([1.0], [0.0]), strict=True):
         drawn = rollouts({0: [1.0, 0.0], 1: [0.0, 0.0], 2: stopped})
         gate.see(prompts_of(3), drawn, np.array([1.0, 20.0, 0.0]))
-        gates.append(gate.state_dict())
-    for name, values in gates[0].items():
-        np.testing.assert_array_equal(values, gates[1][name])
+    np.testing.assert_equal(gates[0].state_dict(), gates[1].state_dict())
 
 
 # ---- What the state makes of one completion ----
@@ -193,7 +186,6 @@ def test_groups_that_were_stopped_teach_nothing():
 
 def test_one_completion_ends_a_streak_but_makes_none_longer():
     state = PromptState(pruning_streak=2)
-    chances = np.array([0.0, 1.0])
     streaks = []
     for outcomes in ([1.0], [1.0, 1.0], [1.0], [1.0, 1.0], [1.0], [0.0], [0.0], [0.0, 0.0], [0.0], [1.0]):
         chances = np.array([float(len(outcomes) > 1), 1.0])

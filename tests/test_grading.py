@@ -4,7 +4,7 @@ import pytest
 
 from lze_trl.rewards import accuracy_reward
 from lze_trl.rewards.gaps import rewrite
-from lze_trl.rewards.grading import gold_text, last_boxed, read_answer, read_gold
+from lze_trl.rewards.grading import gold_text, read_answer, read_gold
 
 
 def score(gold, completion):
@@ -118,99 +118,82 @@ def test_gold_answers_are_numbers_and_worked_solutions_too(gold, answer):
     assert score(gold, rf"\boxed{{{answer}}}") == 1.0
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        ("x\n<answer>\n4\n</answer>", 1.0),
-        ("<think>5</think><answer>The answer is 4.</answer>", 1.0),
-        ("x\n<answer>4", 1.0),  # generation stopped at the tag
-        (r"\boxed{4} <answer>5</answer>", 0.0),
-        ("Write it as <answer></answer>. The answer is 4.", 1.0),
-        ("<think>try \\boxed{3}</think>\nThe answer is 4.", 1.0),
-        (r"try \boxed{3}</think> \boxed{4}", 1.0),  # a template that opens the thinking itself
-        (r"<think>\boxed{4}", 0.0),
-        (r"\boxed{4} <think>or \boxed{5}", 1.0),
-        ("The first part is 5.\n#### \\frac{8}{2}", 1.0),
-        ("#### Step 1\nAdd.\n\n#### Conclusion\nThe final answer is 4.", 1.0),
-        ("#### Step 4\nAdd 2 and 2.", 0.0),
-        ("#### 5\n#### 4 \nThat is all, and there is no more to say of the sheep in the field of Ann.", 1.0),
-        ("Work: 4\n####", 0.0),
-        ("The answer is 4.\n#### 5", 0.0),
-        (r"First \boxed{5}, and then \boxed{4}.", 1.0),
-        (r"First \boxed{4}, and then \boxed{5}.", 0.0),
-        ("There are 2 and 2 more, which makes 4 in all, as is easily seen.", 0.0),
-        (r"It is \boxed{4", 0.0),
-        (r"It is \boxed{}", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_where_a_completion_has_its_answer(completion, expected):
-    assert score("4", completion) == expected
-    assert score("4", [{"role": "assistant", "content": completion}]) == expected
-
-
-@pytest.mark.parametrize(
-    ("gold", "completion"),
-    [
-        ("B", "x\n**Answer:** B"),
-        ("B", "The correct answer is (B) 27."),
-        ("B", "The answer is B, since 5 > 4."),
-        ("18", "Q: How many?\nA: $18."),
-        ("18", "So the answer is $18 per day."),
-        ("27", "Final Answer: The final answer is $27$. I hope it is correct."),
-        ("27", "### Final Answer\n27"),
-        ("27", "**Final answer**\n\n\\[\n27\n\\]"),
-        ("27", r"The answer is $27\text{ cm}$."),
-        ("27", "The answer is 24 + 3 = 27"),
-        ("27", "The answer is 27, since $x = 5$."),
-        ("0.5", "The answer is \\frac{1}{2}, as above."),
-        ("5x", "The answer is 5x apples."),
-        ("5", "It is not hard to see that the answer is 5."),
-        ("5", "Is the answer 7? No. The answer is 5."),
-        ("Paris", "x\nThe answer is Paris."),
-    ],
-)
-def test_announced_answers(gold, completion):
-    assert score(gold, completion) == 1.0
-
-
+MARKED = [
+    ("4", "x\n<answer>\n4\n</answer>"),
+    ("4", "<think>5</think><answer>The answer is 4.</answer>"),
+    ("4", "x\n<answer>4"),  # generation stopped at the tag
+    ("4", "Write it as <answer></answer>. The answer is 4."),
+    ("4", "<think>try \\boxed{3}</think>\nThe answer is 4."),
+    ("4", r"try \boxed{3}</think> \boxed{4}"),  # a template that opens the thinking itself
+    ("4", r"\boxed{4} <think>or \boxed{5}"),
+    ("4", "The first part is 5.\n#### \\frac{8}{2}"),
+    ("4", "#### Step 1\nAdd.\n\n#### Conclusion\nThe final answer is 4."),
+    ("4", "#### 5\n#### 4 \nThat is all, and there is no more to say of the sheep in the field of Ann."),
+    ("4", r"First \boxed{5}, and then \fbox{4}."),
+    ("4", r"$\boxed 4$ hours"),
+    ("4", r"\boxed  {4}"),
+]
+ANNOUNCED = [
+    ("B", "x\n**Answer:** B"),
+    ("B", "The correct answer is (B) 27."),
+    ("B", "The answer is B, since 5 > 4."),
+    ("18", "Q: How many?\nA: $18."),
+    ("18", "So the answer is $18 per day."),
+    ("27", "Final Answer: The final answer is $27$. I hope it is correct."),
+    ("27", "### Final Answer\n27"),
+    ("27", "**Final answer**\n\n\\[\n27\n\\]"),
+    ("27", r"The answer is $27\text{ cm}$."),
+    ("27", "The answer is 24 + 3 = 27"),
+    ("27", "The answer is 27, since $x = 5$."),
+    ("0.5", "The answer is \\frac{1}{2}, as above."),
+    ("5x", "The answer is 5x apples."),
+    ("5", "It is not hard to see that the answer is 5."),
+    ("5", "Is the answer 7? No. The answer is 5."),
+    ("Paris", "x\nThe answer is Paris."),
+]
+OTHER = [
+    ("4", r"\boxed{4} <answer>5</answer>"),
+    ("4", r"<think>\boxed{4}"),
+    ("4", "#### Step 4\nAdd 2 and 2."),
+    ("4", "Work: 4\n####"),
+    ("4", "The answer is 4.\n#### 5"),
+    ("4", r"First \boxed{4}, and then \boxed{5}."),
+    ("4", "There are 2 and 2 more, which makes 4 in all, as is easily seen."),
+    ("4", r"It is \boxed{4"),
+    ("4", r"It is \boxed{}"),
+    ("4", ""),
+]
 # math-verify takes any number within fifty characters after "answer"
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "I do not know the answer, maybe 12 or so",
-        "The answer is not 12.",
-        "The answer is maybe 12",
-        "The answer is 12 or 13",
-        "The answer lies somewhere near 12",
-        "A: 12\nB: 13",
-        "Answer: 13, not 12",
-    ],
-)
-def test_a_guess_is_not_an_answer(completion):
-    assert score("12", completion) == 0.0
+GUESSED = [
+    ("12", "I do not know the answer, maybe 12 or so"),
+    ("12", "The answer is not 12."),
+    ("12", "The answer is maybe 12"),
+    ("12", "The answer is 12 or 13"),
+    ("12", "The answer lies somewhere near 12"),
+    ("12", "A: 12\nB: 13"),
+    ("12", "Answer: 13, not 12"),
+]
+
+
+@pytest.mark.parametrize(("gold", "completion"), MARKED + ANNOUNCED + OTHER + GUESSED)
+def test_where_a_completion_has_its_answer(gold, completion):
+    expected = float((gold, completion) in MARKED + ANNOUNCED)
+    assert score(gold, completion) == expected
+    assert score(gold, [{"role": "assistant", "content": completion}]) == expected
 
 
 # math-verify would compute these until a limit, and a group without one of its scores is lost
-@pytest.mark.parametrize(
-    "number",
-    [
-        "10!!",
-        "((10!)!)!",
-        "10000000!",
-        "9^{9^{9}}",
-        "9^9^9^9",
-        "10^{-10^{10}}",
-        r"\binom{10^8}{5000000}",
-        r"{10^8 \choose 5000000}",
-        r"\gcd((10!)!, 5)",
-        r"\prod_{k=1}^{10^7} k",
-        r"\Gamma(10^{10})",
-        "(9^{9^9}, 1)",
-        "(" * 60 + "1" + ")" * 60,
-        "1+" * 2000 + "1",
-    ],
+HUGE = (
+    r"""
+    10!! | ((10!)!)! | 10000000! | 9^{9^{9}} | 9^9^9^9 | 10^{-10^{10}} | \binom{10^8}{5000000} | {10^8 \choose 5000000}
+    \gcd((10!)!, 5) | \prod_{k=1}^{10^7} k | \Gamma(10^{10}) | (9^{9^9}, 1)
+""".strip()
+    .replace("\n", "|")
+    .split("|")
 )
+
+
+@pytest.mark.parametrize("number", [*map(str.strip, HUGE), "(" * 60 + "1" + ")" * 60, "1+" * 2000 + "1"])
 def test_numbers_too_large_to_compute_are_wrong_at_once(number):
     assert score("5x+1", rf"\boxed{{{number}}}") == 0.0
     assert score(number, rf"\boxed{{{number}}}") == 1.0
@@ -237,20 +220,3 @@ def test_an_answer_without_a_value_equals_only_the_same_text():
 )
 def test_gold_text(value, text):
     assert gold_text(value) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
-        (r"\boxed{12} or \fbox{18}", "18"),
-        (r"$\boxed{\frac{1}{2}}$ done", r"\frac{1}{2}"),
-        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
-        (r"$\boxed 5$ hours", "5"),
-        (r"\boxed  {7}", "7"),
-        (r"\boxed{3", None),
-        (r"\boxed{}", None),
-        ("3", None),
-    ],
-)
-def test_last_boxed(text, boxed):
-    assert last_boxed(text) == boxed

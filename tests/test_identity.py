@@ -19,28 +19,18 @@ def ids(dataset: Dataset | IterableDataset) -> list[int]:
 def test_ids_are_fixed():
     # xxh64 of '["1+1=",null]', '["1+1=","2"]', '[[{"content":"1+1=","role":"user"}],"2"]' and '["1+1=","2",{"task":"sum"}]'. A
     # change of these numbers makes every saved state foreign
-    messages = [{"role": "user", "content": "1+1="}]
-    assert [
-        prompt_id("1+1="),
-        prompt_id("1+1=", "2"),
-        prompt_id(messages, "2"),
-        prompt_id("1+1=", "2", {"task": "sum", "tests": None}),
-    ] == [-2210457467158200026, 7432352952038806773, 5087488713049359233, 299388217633230076]
+    messages, others = [{"role": "user", "content": "1+1="}], {"task": "sum", "tests": None}
+    rows = ("1+1=",), ("1+1=", "2"), (messages, "2"), ("1+1=", "2", others)
+    fixed = [-2210457467158200026, 7432352952038806773, 5087488713049359233, 299388217633230076]
+    assert [prompt_id(*row) for row in rows] == fixed
 
 
 def test_what_makes_a_prompt():
     question = [{"role": "user", "content": "1+1="}]
     assert prompt_id(question) == prompt_id([{"content": "1+1=", "role": "user"}])  # the order of keys is no content
-    different = {
-        prompt_id("1+1="),
-        prompt_id("1+1=", "2"),
-        prompt_id("1+1=", 2),
-        prompt_id("1+1=2"),
-        prompt_id(question),
-        prompt_id([{"role": "system", "content": "1+1="}]),
-        prompt_id([*question, *question]),
-    }
-    assert len(different) == 7
+    system = [{"role": "system", "content": "1+1="}]
+    rows = ("1+1=",), ("1+1=", "2"), ("1+1=", 2), ("1+1=2",), (question,), (system,), (question * 2,)
+    assert len({prompt_id(*row) for row in rows}) == 7
 
 
 def test_keys_without_a_value_are_no_content():
@@ -56,10 +46,9 @@ def test_a_prompt_that_the_file_repeats_is_one_prompt():
     dataset = Dataset.from_dict({"prompt": ["b", "a", "b", "c", "a", "b"], "solution": ["1", "2", "1", "3", "0", "1"]})
     unique = add_prompt_ids(dataset)
     # The first of each, in the order of the file; "a" with another answer is another prompt
-    assert list(zip(unique["prompt"], unique["solution"], strict=True)) == [
-        ("b", "1"), ("a", "2"), ("c", "3"), ("a", "0")
-    ]  # fmt: skip
-    assert ids(unique) == [prompt_id("b", "1"), prompt_id("a", "2"), prompt_id("c", "3"), prompt_id("a", "0")]
+    expected = [("b", "1"), ("a", "2"), ("c", "3"), ("a", "0")]
+    assert [(row["prompt"], row["solution"]) for row in unique] == expected
+    assert ids(unique) == [prompt_id(*row) for row in expected]
 
 
 @pytest.mark.parametrize("column", ["solution", "answer", "ground_truth"])
@@ -109,11 +98,7 @@ def test_a_stream_gets_ids_and_keeps_its_duplicates():
     rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}, {"prompt": "a", "answer": "1"}]
     known, unknown = Dataset.from_list(rows).to_iterable_dataset(), IterableDataset.from_generator(lambda: iter(rows))
     for stream in (known, unknown):  # whether its columns are known
-        assert ids(add_prompt_ids(stream)) == [
-            prompt_id("a", "1"),
-            prompt_id("b", "2"),
-            prompt_id("a", "1"),
-        ]
+        assert ids(add_prompt_ids(stream)) == [prompt_id("a", "1"), prompt_id("b", "2"), prompt_id("a", "1")]
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8).flatmap(lambda ids: st.permutations(ids + ids[:3])))
@@ -125,20 +110,11 @@ def test_distinct_ids_are_those_given_where_they_come_first(given_ids):
     assert (apart[first] == given_ids[first]).all()
 
 
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({"prompt": []}, "The training set is empty. Check the split"),
-        ({"question": ["a"]}, r"has no `prompt` column, only \['question'\]. Rename the column"),
-    ],
-    ids=["empty", "no prompt"],
-)
-def test_bad_datasets(columns, message):
-    with pytest.raises(ValueError, match=message):
-        add_prompt_ids(Dataset.from_dict(columns))
-
-
-def test_answers_that_json_cannot_express_are_told():
+def test_what_has_no_identity_is_refused():
+    with pytest.raises(ValueError, match=r"The training set is empty\. Check the split"):
+        add_prompt_ids(Dataset.from_dict({"prompt": []}))
+    with pytest.raises(ValueError, match=r"has no `prompt` column, only \['question'\]. Rename the column"):
+        add_prompt_ids(Dataset.from_dict({"question": ["a"]}))
     with pytest.raises(TypeError, match="Give each row a `prompt_id`, or remove the column"):
         prompt_id("1+1=", {2})
 

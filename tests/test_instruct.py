@@ -30,37 +30,34 @@ def test_the_numbered_request_ends_with_the_open_number():
     assert request == "Come up with a series of questions:\n1. What is 2 + 3?\n2. Find $x$.\n3."
 
 
-def test_the_answer_begins_with_the_open_item():
-    text = "How many legs have 3 cats?\n10. A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"
-    items = ["How many legs have 3 cats?", "A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"]
-    assert read(NUMBERED, text) == items
-    assert read(NUMBERED, "9. " + text) == items == read(NUMBERED, "**9.** " + text.replace("\n10.", "\n**10.**"))
+TRAIN = "A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"
 
 
-def test_only_numbers_that_continue_the_count_begin_items():
-    text = "Ann lists:\n1. 4 apples\n2. 7 pears\nHow many fruits has she?\n10. What is 3 + 4 + 8?"
-    assert read(NUMBERED, text) == ["Ann lists: 1. 4 apples 2. 7 pears How many fruits has she?", "What is 3 + 4 + 8?"]
-
-
-@pytest.mark.parametrize("template", [NUMBERED, TAGGED])
-def test_drafts_of_the_thinking_are_no_problems(template):
-    draft, final = "<question>What is 1?</question>", "<question>What is 2 + 3?</question>"
-    if template is NUMBERED:
-        draft, final = "What is 1?\n10. What is 7?", "What is 2 + 3?"
-    assert read(template, f"<think>\n{draft}\n</think>\n{final}") == ["What is 2 + 3?"]
+@pytest.mark.parametrize(
+    ("template", "text", "items"),
+    [
+        (NUMBERED, f"What is 2?\n10. {TRAIN}", ["What is 2?", TRAIN]),  # begins with the open item
+        (NUMBERED, f"9. What is 2?\n10. {TRAIN}", ["What is 2?", TRAIN]),
+        (NUMBERED, f"**9.** What is 2?\n**10.** {TRAIN}", ["What is 2?", TRAIN]),
+        # Only numbers that continue the count begin items
+        (NUMBERED, "I list:\n1. 4 cows\n2. 7\nSum?\n10. What is 3?", ["I list: 1. 4 cows 2. 7 Sum?", "What is 3?"]),
+        # Drafts of the thinking are no problems
+        (NUMBERED, "<think>\nWhat is 1?\n10. What is 7?\n</think>\nWhat is 2?", ["What is 2?"]),
+        (TAGGED, "<think><question>What is 1?</question></think><question>What is 2?</question>", ["What is 2?"]),
+        # One that was cut off is not complete, and closing words are no part of one
+        (TAGGED, "<question>What is 2?</question><question>Tom has 5", ["What is 2?"]),
+        (NUMBERED, "What is 2?\n\nAnswer: 5\n10. What is 4?\n\nI hope these help!", ["What is 2?", "What is 4?"]),
+        (TAGGED, "Sure!\n<question> What is 2? </question>\nThe answer is 2.", ["What is 2?"]),
+    ],
+)
+def test_problems_of_an_answer(template, text, items):
+    assert read(template, text) == items
 
 
 def test_an_item_that_was_cut_off_is_not_complete():
     text = "What is 2 + 3?\n10. Tom has 5 apples and gives"
     assert read(NUMBERED, text, truncated=True) == ["What is 2 + 3?"]
     assert [item.text for item in NUMBERED.read(text, 8, True)][-1] == "Tom has 5 apples and gives"
-    assert read(TAGGED, "<question>What is 2 + 3?</question><question>Tom has 5") == ["What is 2 + 3?"]
-
-
-def test_closing_words_are_no_part_of_an_item():
-    text = "What is 2 + 3?\n\nAnswer: 5\n10. What is 4 + 4?\n\nI hope these help!"
-    assert read(NUMBERED, text) == ["What is 2 + 3?", "What is 4 + 4?"]
-    assert read(TAGGED, "Sure!\n<question> What is 2? </question>\nThe answer is 2.") == ["What is 2?"]
 
 
 line = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), min_size=1).map(
@@ -104,15 +101,9 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "text"), REJECTED)
-def test_a_text_that_is_no_problem_is_rejected_with_its_reason(reason, text):
+@pytest.mark.parametrize(("reason", "text"), REJECTED + [(None, text) for text in ACCEPTED])
+def test_only_a_text_that_is_no_problem_is_rejected(reason, text):
     assert reason_to_reject(Item(text, True)) == reason
-    assert reason in REASONS
-
-
-@pytest.mark.parametrize("text", ACCEPTED)
-def test_problems_are_not_rejected_for_a_word(text):
-    assert reason_to_reject(Item(text, True)) is None
 
 
 def test_every_reason_is_tested_and_a_cut_off_text_is_rejected():
@@ -134,11 +125,8 @@ def lcs(one, other):
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1), st.lists(st.sampled_from("abcd"), min_size=1))
 def test_similarity_is_rouge_l(one, other):
-    common = lcs(one, other)
-    precision, recall = common / len(other), common / len(one)
-    expected = 2 * precision * recall / (precision + recall) if common else 0.0
-    (found,) = OverlapIndex([" ".join(one)]).nearest([" ".join(other)])
-    assert found == pytest.approx(expected, abs=1e-12)
+    (found,) = OverlapIndex([" ".join(one)]).nearest([" ".join(other)])  # F1 of precision and recall
+    assert found == pytest.approx(2 * lcs(one, other) / (len(one) + len(other)), abs=1e-12)
 
 
 def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
@@ -168,19 +156,14 @@ def admitted(writer, *texts):
 
 def test_nothing_that_resembles_what_is_known_is_admitted():
     writer = Writer(ONE, SEEDS)
-    (first,) = admitted(
-        writer,
-        "What is the sum of 5 and 4 apples?",  # a seed's
-        "How many legs have 9 spiders in a box?",  # an evaluation problem's
-        "Tom runs 3 miles in 20 minutes. How far does he run in an hour?",
-        "Tom runs 4 miles in 30 minutes. How far does he run in an hour?",  # that before it
-        "Why?",
-    )
-    assert first.text.startswith("Tom runs 3 miles in ")
+    seeds, evaluated = "What is the sum of 5 and 4 apples?", "How many legs have 9 spiders in a box?"
+    new, repeated = (f"Tom runs {i} miles in {i}0 minutes. How far does he run in an hour?" for i in (3, 4))
+    (first,) = admitted(writer, seeds, evaluated, new, repeated, "Why?")
+    assert first.text == new
     assert first.parents == id_in_words(SEEDS.problems[0])
     assert +writer.rejected == {KNOWN: 3, "too short": 1}
     # Published: a problem that was used is forgotten. Here it is known for good
-    assert admitted(writer, "Tom runs 5 miles in 20 minutes. How far does he run in an hour?") == []
+    assert admitted(writer, repeated) == []
     assert admitted(writer) == []
     assert +writer.rejected == {KNOWN: 4, "too short": 1, UNREAD: 1}
 
@@ -208,13 +191,8 @@ def test_seeds_that_cannot_be_used_are_refused():
 
 def shown_of(own, requests, rounds=0):
     """The exemplars of every request of a round."""
-    shown = []
-    writer = Writer(
-        SelfPlaySettings(examples=4, own=2, requests=requests),
-        Seeds(PLAIN),
-        seed=3,
-        generator=lambda texts, rng: shown.append(texts) or [],
-    )
+    shown, settings = [], SelfPlaySettings(examples=4, own=2, requests=requests)
+    writer = Writer(settings, Seeds(PLAIN), seed=3, generator=lambda texts, rng: shown.append(texts) or [])
     writer.rounds = rounds
     writer.round(own, None)
     return shown

@@ -45,17 +45,15 @@ def test_kept_rows_with_weights_are_the_full_batch(tmp_path, loss_type, settings
     settings = settings | {"loss_type": loss_type, "num_iterations": 2, "max_steps": 6}
     rewards = [even_tokens] if "beta" in settings else [even_tokens, digits]
 
-    def run(cls, name, **own):
+    def run(cls, **own):
         sgd = {"optim": "sgd", "learning_rate": 0.5, "reward_weights": [1.0, 0.7][: len(rewards)]}
         given = {"model": tiny.save(tmp_path / "model"), "rollout_func": twins}
-        all_settings = sgd | settings | own
-        return tiny.run(
-            tmp_path / name, cls=cls, reward_funcs=rewards, dataset=tiny.prompts(17), trainer=given, **all_settings
-        )
+        own |= {"cls": cls, "reward_funcs": rewards, "dataset": tiny.prompts(17), "trainer": given}
+        return tiny.run(tmp_path / cls.__name__, **sgd | settings | own)
 
-    theirs = run(GRPOTrainer, "theirs")
+    theirs = run(GRPOTrainer)
     own = {"selector": "all", "pruning": "none", "loss_normalizer": normalizer}
-    ours = run(LZEGRPOTrainer, "ours", controller_kwargs={"kept": 2}, **own)
+    ours = run(LZEGRPOTrainer, controller_kwargs={"kept": 2}, **own)
     assert ours.ledger.rows_trained == ours.ledger.rows_rolled_out / 2
     assert moved(theirs) > 1e-3
     assert distance(ours, theirs) < 1e-5

@@ -5,7 +5,6 @@ import pytest
 
 import samples
 import tiny
-from lze_trl.batch import Batch
 from lze_trl.record.ledger import Ledger, TokenCost, against_plain, headline, time_of_plain, token_cost
 
 
@@ -17,42 +16,37 @@ HEAD = 1168
 USED = 800 + 1584 + HEAD
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_cost_of_a_token(tied):
-    # A looked-up embedding costs nothing; a tied one is the output layer
-    cost = token_cost(tiny.model(tied=tied), gradient_checkpointing=False)
-    assert cost == TokenCost(forward=2 * USED, train=6 * USED)
-
-
-def test_gradient_checkpointing_computes_activations_twice():
-    assert token_cost(tiny.model(), gradient_checkpointing=True) == TokenCost(forward=2 * USED, train=8 * USED)
-
-
-def test_frozen_weights_get_no_gradient():
-    # As with LoRA: gradients flow through all weights, and only some get their own
-    model = tiny.model()
-    model.requires_grad_(False)
+@pytest.mark.parametrize(
+    ("tied", "frozen", "checkpointing", "train"),
+    [
+        # A looked-up embedding costs nothing; a tied one is the output layer
+        (False, False, False, 6 * USED),
+        (True, False, False, 6 * USED),
+        (False, False, True, 8 * USED),  # activations are computed twice
+        # As with LoRA: gradients flow through all weights, and only some get their own
+        (False, True, False, 4 * USED + 2 * HEAD),
+    ],
+)
+def test_cost_of_a_token(tied, frozen, checkpointing, train):
+    model = tiny.model(tied=tied)
+    model.requires_grad_(not frozen)
     model.lm_head.requires_grad_(True)
-    assert token_cost(model, gradient_checkpointing=False) == TokenCost(2 * USED, 4 * USED + 2 * HEAD)
+    assert token_cost(model, gradient_checkpointing=checkpointing) == TokenCost(forward=2 * USED, train=train)
 
 
 COST = TokenCost(forward=2.0, train=6.0)
 
 
-def rollouts_of(lengths: list[list[int]]) -> Batch:
-    """Groups of completions of these lengths, and prompts of 10 tokens; the first completion of each group fails."""
+def ledger_of(lengths: list[list[int]], chosen: list[int], batch_rows: int, times: int = 1, **settings) -> Ledger:
+    """
+    A ledger of one batch, or several alike: groups of completions of these lengths, with prompts of 10 tokens, and the rows
+    trained on.
+    """
+    ledger, tokens = Ledger(**settings), np.concatenate(lengths)
     drawn = samples.rollouts({i: [0.0] + [1.0] * len(own[1:]) for i, own in enumerate(lengths)})
-    tokens = np.concatenate(lengths)
-    return drawn.with_rows(prompt_tokens=np.full(len(tokens), 10), completion_tokens=tokens)
-
-
-def ledger_of(
-    batches: list[tuple[list[list[int]], list[int]]], batch_rows: int, passes: int = 0, **settings
-) -> Ledger:
-    """A ledger of generation batches, each with the lengths drawn and the rows trained on."""
-    ledger = Ledger(logprob_passes=passes, **settings)
-    for lengths, chosen in batches:
-        ledger.add(batch_rows, rollouts_of(lengths), np.array(chosen, dtype=int))
+    drawn = drawn.with_rows(prompt_tokens=np.full(len(tokens), 10), completion_tokens=tokens)
+    for _ in range(times):
+        ledger.add(batch_rows, drawn, np.array(chosen))
     return ledger
 
 
@@ -62,7 +56,7 @@ def ratios(totals: dict[str, float]) -> dict[str, float]:
 
 def test_savings_by_hand():
     # P = 2, G = 2: 22 + 26 tokens, of which the first group is trained on
-    totals = ledger_of([([[1, 1], [3, 3]], [0, 1])], batch_rows=4).summary(COST)
+    totals = ledger_of([[1, 1], [3, 3]], [0, 1], batch_rows=4).summary(COST)
     rollouts, updates, total = against_plain(totals)
     assert (rollouts.name, rollouts.tokens, rollouts.flops, rollouts.plain_flops) == ("rollouts", 48, 96, 96)
     assert (updates.name, updates.tokens, updates.flops, updates.plain_flops) == ("updates", 22, 132, 288)
@@ -84,7 +78,7 @@ def test_savings_by_hand():
 )
 @pytest.mark.parametrize(("iterations", "passes"), [(1, 0), (3, 2)])
 def test_ratios_by_hand(lengths, chosen, batch_rows, rollouts, updates, iterations, passes):
-    ledger = ledger_of([(lengths, list(chosen))] * 2, batch_rows, passes, iterations=iterations)
+    ledger = ledger_of(lengths, list(chosen), batch_rows, times=2, logprob_passes=passes, iterations=iterations)
     before = 2 * passes + 6 * iterations  # what old log-probabilities and updates cost a token
     total = (2 * rollouts + before * updates) / (2 + before)
     expected = {"rollouts": rollouts, "updates": updates, "total": total} | ({"logprobs": updates} if passes else {})
@@ -92,23 +86,21 @@ def test_ratios_by_hand(lengths, chosen, batch_rows, rollouts, updates, iteratio
 
 
 def test_a_batch_of_which_pruning_left_nothing_is_as_long_as_those_before():
-    ledger = ledger_of([([[5, 5]] * 2, [0, 1])], batch_rows=4)
+    ledger = ledger_of([[5, 5]] * 2, [0, 1], batch_rows=4)
     ledger.add(4)
     assert ratios(ledger.summary(COST)) == pytest.approx({"rollouts": 0.5, "updates": 0.25, "total": 0.3125})
 
 
 def test_time_at_the_share_of_the_run_itself():
     # Half the rollouts in 10 s and a quarter of the updates in 5 s: plain GRPO takes 20 s for either
-    drawn = ledger_of([([[5, 5], [5, 5], [5] * 4], [4, 5, 6, 7])], batch_rows=16)
+    drawn = ledger_of([[5, 5], [5, 5], [5] * 4], [4, 5, 6, 7], batch_rows=16)
     drawn.rollout_seconds, drawn.update_seconds = 10.0, 5.0
     totals = drawn.summary(COST)
     generation, seconds = time_of_plain(totals)
     assert (generation, seconds) == pytest.approx((20.0, 40.0))
     works, share = ratios(totals), generation / seconds
     assert 15.0 / seconds == pytest.approx(share * works["rollouts"] + (1 - share) * works["updates"])
-    assert headline(totals).endswith(
-        "Time, at the speeds of this run: 0.38 ×, with 50% of plain GRPO's for generation."
-    )
+    assert "Time, at the speeds of this run: 0.38 ×, with 50% of plain GRPO's for generation." in headline(totals)
     drawn.update_seconds = 0.0  # not measured, and so not claimed
     assert "Time" not in headline(drawn.summary(COST))
 

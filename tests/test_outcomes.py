@@ -1,7 +1,5 @@
 """From rewards to signals and outcomes."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -16,15 +14,10 @@ from samples import NAN
 TWO = torch.tensor([[1.0, 0.5], [NAN, 0.5], [0.0, NAN], [NAN, NAN]])
 
 
-def test_totals_are_weighted_sums_of_what_applies():
-    totals = total_rewards(TWO, torch.tensor([2.0, -1.0]))
-    np.testing.assert_array_equal(totals, [1.5, -0.5, 0.0, NAN])
-
-
 def test_signals_of_rewards_that_are_normalised_before_they_are_summed():
     # One group. z of (1, 0, 0, 1): ±0.5 / (√(1/3) + 1e-4); z of (0, 0, 1, 1) likewise, with weight 3
     rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    z = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    z = 0.5 / (3**-0.5 + 1e-4)
     compared = signals(rewards, torch.tensor([1.0, 3.0]), "normalize_then_sum", 4)
     np.testing.assert_allclose(compared, [-2 * z, -4 * z, 2 * z, 4 * z], rtol=1e-6)
 
@@ -41,19 +34,17 @@ def test_signals_of_rewards_that_are_normalised_before_they_are_summed():
     ],
 )
 def test_scores(rule, expected):
-    totals = np.array([1.5, -0.5, 0.0, NAN])
-    np.testing.assert_array_equal(rule.scores(TWO.double().numpy(), totals), expected)
+    totals = total_rewards(TWO, torch.tensor([2.0, -1.0]))  # weighted sums of what applies: 1.5, −0.5, 0, NaN
+    np.testing.assert_array_equal(rule.scores(TWO.double().numpy(), totals.double().numpy()), expected)
 
 
 @given(st.integers(1, 9), st.integers(1, 10))
 def test_settings_are_compared_in_the_precision_of_rewards(numerator, denominator):
     value = numerator / denominator
-    rewards = torch.tensor([[value]])
-    totals = total_rewards(rewards, torch.ones(1)).double().numpy()
-    assert OutcomeRule(threshold=value).scores(rewards.double().numpy(), totals) == [0.0]
+    total = torch.tensor([value]).double().numpy()
+    assert OutcomeRule(threshold=value).scores(total[:, np.newaxis], total) == [0.0]
     rule = OutcomeRule(bounds=(0.0, value))
-    scores = rule.scores(rewards.double().numpy(), totals)
-    assert RewardRange(rule.bounds).outcomes(scores) == [1.0]
+    assert RewardRange(rule.bounds).outcomes(rule.scores(total[:, np.newaxis], total)) == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ from lze_trl.pack.weights import (
 from lze_trl.seeding import keyed_rng
 
 
-def zeros(count: int) -> np.ndarray:
-    """The only chunk, of each row."""
-    return np.zeros(count, dtype=int)
+CHUNKS = Geometry(num_processes=1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
 
 
 def rows_of(layout: Layout) -> list[list[list[int]] | None]:
@@ -57,42 +55,31 @@ def test_pack_one_process():
 
 
 @pytest.mark.parametrize(
-    ("shape", "prompts", "completions", "rows"),
+    ("shape", "prompts", "completions", "owner", "rows"),
     [
         # W = 2, one row a micro-batch: pairs of similar length; the odd one out has a filler beside it
-        ((2, 3, 3, 1), [1] * 5, [5, 1, 9, 4, 8], [[[2], [4]], [[0], [3]], [[1], [-1]]]),
+        ((2, 3, 3, 1), [1] * 5, [5, 1, 9, 4, 8], None, [[[2], [4]], [[0], [3]], [[1], [-1]]]),
         # Of rows of one length, the longer completion comes first
-        ((1, 1, 1, 4), [5, 7, 3, 5], [4, 2, 6, 5], [[[3, 2, 0, 1]]]),
+        ((1, 1, 1, 4), [5, 7, 3, 5], [4, 2, 6, 5], None, [[[3, 2, 0, 1]]]),
         # Two rows a micro-batch, the longest with 10 + 50 tokens: room for 120, and for 100 of completions. Five rows of
         # 10 + 10 take exactly as many completion tokens as 10 + 50 twice would, but more rows
-        ((1, 4, 4, 2), [10] * 7, [10, 50, 10, 50, 10, 10, 10], [None, None, [[1, 3]], [[0, 2, 4, 5, 6]]]),
+        ((1, 4, 4, 2), [10] * 7, [10, 50, 10, 50, 10, 10, 10], None, [None, None, [[1, 3]], [[0, 2, 4, 5, 6]]]),
         # Up to 40 tokens: 2 × (10 + 9) = 38 fit, 3 × 19 do not; then 3 × (10 + 3) = 39
-        ((1, 5, 5, 1, 40), [10] * 5, [9, 8, 3, 2, 1], [None, None, None, [[0, 1]], [[2, 3, 4]]]),
+        ((1, 5, 5, 1, 40), [10] * 5, [9, 8, 3, 2, 1], None, [None, None, None, [[0, 1]], [[2, 3, 4]]]),
         # A budget too small for the micro-steps shares the rows out
-        ((1, 2, 2, 1, 1), [10] * 5, [5, 4, 3, 2, 1], [[[0, 1]], [[2, 3, 4]]]),
-    ],
-)
-def test_pack_by_length(shape, prompts, completions, rows):
-    layout = pack(np.array(prompts), np.array(completions), zeros(len(prompts)), Geometry(*shape))
-    assert rows_of(layout) == rows
-
-
-@pytest.mark.parametrize(
-    ("shape", "completions", "owner", "rows"),
-    [
+        ((1, 2, 2, 1, 1), [10] * 5, [5, 4, 3, 2, 1], None, [[[0, 1]], [[2, 3, 4]]]),
         # W = 2, two micro-batches of two rows each. Process 0 holds the longest three: one of them has to move
-        ((2, 1, 1, 2), [9, 8, 7, 6], [0, 0, 0, 1], [[[0, 1], [2, 3]]]),
-        ((2, 1, 1, 2), [9, 8, 7, 6], [1, 1, 1, 0], [[[2, 3], [0, 1]]]),
+        ((2, 1, 1, 2), [1] * 4, [9, 8, 7, 6], [0, 0, 0, 1], [[[0, 1], [2, 3]]]),
+        ((2, 1, 1, 2), [1] * 4, [9, 8, 7, 6], [1, 1, 1, 0], [[[2, 3], [0, 1]]]),
         # Rows of one length, a block on each process, as after generation: nothing has to move
-        ((2, 2, 2, 2), [1] * 8, [0] * 4 + [1] * 4, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+        ((2, 2, 2, 2), [1] * 8, [1] * 8, [0] * 4 + [1] * 4, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
         # W = 3 and five rows, two each: process 1 holds one row, and gets a filler
-        ((3, 1, 1, 2), [9, 8, 7, 6, 5], [0, 2, 2, 1, 0], [[[0, 4], [3, -1], [1, 2]]]),
+        ((3, 1, 1, 2), [1] * 5, [9, 8, 7, 6, 5], [0, 2, 2, 1, 0], [[[0, 4], [3, -1], [1, 2]]]),
     ],
 )
-def test_rows_stay_with_their_owner(shape, completions, owner, rows):
-    count = len(completions)
-    layout = pack(np.ones(count, dtype=int), np.array(completions), zeros(count), Geometry(*shape), np.array(owner))
-    assert rows_of(layout) == rows
+def test_pack_by_length_and_owner(shape, prompts, completions, owner, rows):
+    one, owner = np.zeros(len(prompts), dtype=int), owner and np.array(owner)
+    assert rows_of(pack(np.array(prompts), np.array(completions), one, Geometry(*shape), owner)) == rows
 
 
 def test_unpacked_uses_every_micro_step():
@@ -102,22 +89,13 @@ def test_unpacked_uses_every_micro_step():
     assert rows_of(layout) == [[[0, 3], [2, -1]], [[4], [5]], [[1], [-1]], [[6], [-1]]]
 
 
-def test_trl_layout_is_the_shuffled_batch():
-    # W = 2 with 4 rows each, S = 2: `order` is where TRL's shuffle puts each row of a process
-    geometry = Geometry(2, steps_per_generation=2, chunk_steps=1, micro_batch_rows=2)
-    order = np.array([2, 0, 3, 1, 0, 1, 2, 3])
-    slot, process = order * 2 // 4, np.repeat([0, 1], 4)
-    assert rows_of(trl_layout(slot, process, order, geometry)) == [[[1, 3], [4, 5]], [[0, 2], [6, 7]]]
-
-
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1, 1], [2, 0.5, 1, 1, 3]])
 def test_weights_of_chosen(weights):
     # n = 5 rows of 1, 2, 4, 8, 16 tokens in 2 chunks: 3 and 2 rows, drawn at random. A row of weight w counts as w rows
-    geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
     tokens, weights = np.array([1, 2, 4, 8, 16]), np.array(weights)
 
     def reference(seed):
-        return weights_of_chosen(tokens, weights, geometry, keyed_rng(0, seed, "steps"))
+        return weights_of_chosen(tokens, weights, CHUNKS, keyed_rng(0, seed, "steps"))
 
     found = reference(0)
     assert sorted(np.bincount(found.chunk).tolist()) == [2, 3]
@@ -131,21 +109,20 @@ def test_weights_of_chosen(weights):
 
 def test_weights_of_part():
     # Three chosen of 12 rows of 2.5 tokens each, in 2 chunks of 6 rows
-    geometry = Geometry(1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
-    reference = weights_of_part(np.array([1.0, 2.0, 1.0]), 12, 2.5, geometry, keyed_rng(0, 0, "steps"))
+    reference = weights_of_part(np.array([1.0, 2.0, 1.0]), 12, 2.5, CHUNKS, keyed_rng(0, 0, "steps"))
     assert sorted(np.bincount(reference.chunk).tolist()) == [1, 2]
     assert reference.norm_rows.tolist() == [6.0] * 3
     assert reference.norm_tokens.tolist() == [15.0] * 3
     assert set(reference.num_items) == {30.0}
-    assert weights_of_part(np.ones(2), 12, 0.0, geometry, keyed_rng(0, 0, "steps")).norm_tokens.tolist() == [1.0] * 2
+    assert weights_of_part(np.ones(2), 12, 0.0, CHUNKS, keyed_rng(0, 0, "steps")).norm_tokens.tolist() == [1.0] * 2
     assert reference.weight.tolist() == [1.0, 2.0, 1.0]
 
 
 def test_only_fillers_weigh_nothing_and_unknown_losses_are_refused():
     geometry = Geometry(2, steps_per_generation=1, chunk_steps=1, micro_batch_rows=2)
     batch = MicroBatch(np.array([[0], [0]]), np.array([[False], [True]]))
-    one = np.ones(1)
-    reference = Weights(chunk=zeros(1), norm_rows=one, norm_tokens=one, num_items=one, weight=one, loss_tokens=one)
+    ones = dict.fromkeys(("norm_rows", "norm_tokens", "num_items", "weight", "loss_tokens"), np.ones(1))
+    reference = Weights(chunk=np.zeros(1, dtype=int), **ones)
     for loss_type in ROW_MEAN_LOSSES + BATCH_TOKEN_LOSSES + MICRO_BATCH_TOKEN_LOSSES:
         assert loss_scale(loss_type, batch, 1, reference, geometry) == (0.0, None)
     with pytest.raises(ValueError, match="`loss_type` must be one known to lze_trl, got 'grpo2'"):
@@ -173,6 +150,7 @@ def geometries(draw):
         steps_per_generation=chunk_steps * draw(st.integers(1, 3)),
         chunk_steps=chunk_steps,
         micro_batch_rows=draw(st.integers(1, 4)),
+        micro_step_cost=draw(st.sampled_from([0, 10, REPLICATED_COST])),
     )
 
 
@@ -181,9 +159,7 @@ def batches(draw):
     """A geometry, and the chosen rows of a batch of that geometry: lengths of prompts and completions, chunks."""
     geometry = draw(geometries())
     full = geometry.num_processes * geometry.steps_per_generation * geometry.micro_batch_rows
-    count = draw(st.integers(0, full))
-    seed = draw(st.integers(0, 2**16))
-    rng = np.random.default_rng(seed)
+    count, rng = draw(st.integers(0, full)), np.random.default_rng(draw(st.integers(0, 2**16)))
     prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
     reference = weights_of_chosen(completions, rng.choice([0.5, 1.0, 3.0], size=count), geometry, rng)
     return geometry, prompts, completions, reference.with_columns(loss_tokens=completions)
@@ -210,6 +186,9 @@ def test_every_layout(name, batch):
         if name == "packed":  # long rows first
             lengths = [(prompts + completions)[step.rows] for step in window if step is not None]
             assert all(longer.min() >= shorter.max() for longer, shorter in itertools.pairwise(lengths))
+        rows = int((reference.chunk == start // geometry.chunk_steps).sum())
+        fewest = -(-rows // (geometry.num_processes * geometry.micro_batch_rows))
+        assert empty.count(False) <= 1.1 * fewest or name == "unpacked"
         for micro_batch in filter(None, window):
             # The same number of rows on every process, and only rows of this chunk
             assert micro_batch.rows.shape == micro_batch.filler.shape
@@ -217,13 +196,14 @@ def test_every_layout(name, batch):
             assert (reference.chunk[micro_batch.rows] == start // geometry.chunk_steps).all()
             assert (~micro_batch.filler).any()
             assert micro_batch.filler.sum() < geometry.num_processes
-            if name == "unpacked":
-                assert micro_batch.rows.shape[1] <= geometry.micro_batch_rows
+            for rows in micro_batch.rows:
+                # TRL pads every micro-batch to the longest prompt and the longest completion of all
+                widths, most = (prompts[rows].max(), completions[rows].max()), (prompts.max(), completions.max())
+                assert len(rows) * sum(widths) <= geometry.micro_batch_rows * sum(most)
+                assert len(rows) * widths[1] <= geometry.micro_batch_rows * most[1]
+                assert len(rows) <= geometry.micro_batch_rows or name != "unpacked"
             real += micro_batch.rows[~micro_batch.filler].tolist()
     assert sorted(real) == list(range(len(prompts)))  # every chosen row exactly once
-    for process in range(geometry.num_processes):
-        needed = {row for m in filter(None, layout.micro_steps) for row in m.rows[process].tolist()}
-        assert layout.rows_of(process).tolist() == sorted(needed)
 
 
 @given(batches(), st.integers(0, 2**16))
@@ -248,129 +228,83 @@ def test_no_more_rows_move_than_have_to(batch, seed):
         assert stay >= np.sort(np.minimum(held, real.shape[1]))[::-1].sum() - micro_batch.filler.sum()
 
 
-@given(batches())
-def test_packing_by_rows_takes_no_more_memory_than_trl(batch):
-    geometry, prompts, completions, reference = batch
-    layout = pack(prompts, completions, reference.chunk, geometry)
-    for micro_batch in filter(None, layout.micro_steps):
-        for rows in micro_batch.rows:
-            widths = prompts[rows].max(), completions[rows].max()
-            # TRL pads every micro-batch to the longest prompt and the longest completion of all
-            assert len(rows) * sum(widths) <= geometry.micro_batch_rows * (prompts.max() + completions.max())
-            assert len(rows) * widths[1] <= geometry.micro_batch_rows * completions.max()
-
-
-def real_steps(layout: Layout) -> int:
-    return sum(batch is not None for batch in layout.micro_steps)
-
-
 @pytest.mark.parametrize("cost", [REPLICATED_COST, SHARDED_COST])
-def test_a_batch_of_uneven_lengths_takes_no_more_micro_steps_than_its_rows(cost):
-    # 8 processes × 4 rows × 64 micro-steps, four optimizer steps, ρ = 0.4: 103 micro-steps hold the rows
+def test_a_batch_of_uneven_lengths_has_little_padding(cost):
+    # 8 processes × 4 rows × 64 micro-steps, four optimizer steps, ρ = 0.4
     rng = np.random.default_rng(0)
     count = round(0.4 * 8 * 4 * 256)
     completions = np.clip(np.exp(rng.normal(np.log(512), 0.8, count)), 1, 4_096).astype(int)
     prompts = rng.integers(16, 65, size=count)
     geometry = Geometry(8, 256, 64, micro_batch_rows=4, micro_step_cost=cost)
     layout = pack(prompts, completions, weights_of_chosen(completions, np.ones(count), geometry, rng).chunk, geometry)
-    assert real_steps(layout) <= 1.1 * 103
     real, computed = np.sum([padding_efficiency(layout, prompts, completions, rank) for rank in range(8)], axis=0)
-    assert real / computed > (0.85 if cost == 256 else 0.7)  # TRL, which pads all rows to the longest: 0.17
+    assert real / computed > (
+        0.85 if cost == REPLICATED_COST else 0.7
+    )  # TRL, which pads all rows to the longest: 0.17
 
 
-@given(batches(), st.sampled_from([0, 10, 300]))
-def test_no_more_micro_steps_than_hold_the_rows(batch, cost):
+@given(batches())
+def test_a_further_micro_step_saves_more_padding_than_it_costs(batch):
     geometry, prompts, completions, reference = batch
-    geometry = replace(geometry, micro_step_cost=cost)
-    layout = pack(prompts, completions, reference.chunk, geometry)
-    for chunk in range(geometry.num_chunks):
-        window = Layout(layout.micro_steps[chunk * geometry.chunk_steps : (chunk + 1) * geometry.chunk_steps])
-        rows = int((reference.chunk == chunk).sum())
-        fewest = -(-rows // (geometry.num_processes * geometry.micro_batch_rows))
-        assert real_steps(window) <= 1.1 * fewest
-
-
-@given(batches(), st.sampled_from([0, 10, 300]))
-def test_a_further_micro_step_saves_more_padding_than_it_costs(batch, cost):
-    geometry, prompts, completions, reference = batch
-    free = replace(geometry, micro_step_cost=cost, further_micro_steps=np.inf)
+    free = replace(geometry, further_micro_steps=np.inf)
     few = replace(free, micro_step_cost=10**9)
 
     def computed(layout: Layout) -> int:  # of a process, had it the longest row of all
-        each = [(step.rows.shape[1], step.rows.ravel()) for step in filter(None, layout.micro_steps)]
+        each = [(step.rows.shape[1], step.rows.ravel()) for step in layout.micro_batches]
         return sum(count * (prompts[rows].max() + completions[rows].max()) for count, rows in each)
 
     more, least = (pack(prompts, completions, reference.chunk, shape) for shape in (free, few))
-    further = real_steps(more) - real_steps(least)
+    further = len(more.micro_batches) - len(least.micro_batches)
     assert further >= 0
-    assert computed(least) - computed(more) >= further * cost
+    assert computed(least) - computed(more) >= further * geometry.micro_step_cost
 
 
 @given(st.integers(1, 3), st.integers(0, 20), st.integers(1, 80), st.integers(0, 2**16))
 def test_the_token_budget_is_kept(processes, count, max_tokens, seed):
     # As many micro-steps as rows: the budget never has to give way to the number of micro-steps
-    rng = np.random.default_rng(seed)
+    rng, steps = np.random.default_rng(seed), max(count, 1)
     prompts, completions = rng.integers(1, 12, size=count), rng.integers(1, 20, size=count)
-    steps = max(count, 1)
     geometry = Geometry(processes, steps, steps, micro_batch_rows=1, max_tokens=max_tokens)
-    for micro_batch in filter(None, pack(prompts, completions, np.zeros(count, dtype=int), geometry).micro_steps):
+    for micro_batch in pack(prompts, completions, np.zeros(count, dtype=int), geometry).micro_batches:
         for rows in micro_batch.rows:
             assert len(rows) == 1 or len(rows) * (prompts[rows].max() + completions[rows].max()) <= max_tokens
 
 
 def trl_weights(
     loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Weights, geometry: Geometry
-) -> np.ndarray:
+) -> tuple[np.ndarray, np.ndarray]:
     """
-    Weight of each chosen row (of each of its tokens, for losses over tokens) in an optimizer step.
+    What each chosen row (each of its tokens, for losses over tokens) weighs in an optimizer step, and its tokens' entropy.
 
-    Follows `GRPOTrainer._compute_loss`: a mean over the micro-batch, divided by the A micro-steps of the window; the
+    Follows `GRPOTrainer._compute_loss`: a mean over the micro-batch, divided by the A = g micro-steps of the window; the
     gradients of the W processes are averaged; `lze_scale` multiplies the loss. A filler has no unmasked token.
     """
-    accumulation = geometry.chunk_steps
-    weights = np.zeros(len(loss_tokens))
-    for batch in filter(None, layout.micro_steps):
-        for process in range(geometry.num_processes):
-            rows, real = batch.rows[process], ~batch.filler[process]
-            scale, own = loss_scale(loss_type, batch, process, reference, geometry)
-            own = np.ones(len(rows)) if own is None else own
-            if loss_type in ROW_MEAN_LOSSES:
-                mean = own / len(rows)
-            elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
-                mean = own / max((loss_tokens[rows] * real).sum(), 1.0)
-            else:
-                window = max(reference.num_items[0], 1.0) * accumulation / geometry.steps_per_generation
-                # This normaliser holds the accumulation already
-                mean = own * accumulation * geometry.num_processes / window
-            np.add.at(weights, rows[real], (scale * mean / accumulation / geometry.num_processes)[real])
-    return weights
+    weights, entropies = np.zeros(len(loss_tokens)), np.zeros(len(loss_tokens))
+    for batch, process in itertools.product(layout.micro_batches, range(geometry.num_processes)):
+        rows, real = batch.rows[process], ~batch.filler[process]
+        scale, own = loss_scale(loss_type, batch, process, reference, geometry)
+        tokens = max(loss_tokens[rows[real]].sum(), 1.0)
+        if loss_type in ROW_MEAN_LOSSES:
+            share = 1 / len(rows)
+        elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
+            share = 1 / tokens
+        else:  # this normaliser holds the accumulation already
+            share = geometry.steps_per_generation * geometry.num_processes / max(reference.num_items[0], 1.0)
+        mean = scale * share * (np.ones(len(rows)) if own is None else own)
+        entropy = entropy_weights(batch, process, scale, reference, geometry)
+        entropy = np.full(len(rows), scale / tokens) if entropy is None else entropy
+        for total, found in ((weights, mean), (entropies, entropy)):
+            np.add.at(total, rows[real], found[real] / geometry.chunk_steps / geometry.num_processes)
+    return weights, entropies
 
 
 def reference_weights(loss_type: str, reference: Weights, geometry: Geometry) -> np.ndarray:
-    """What each row is to weigh: a window of A micro-steps holds A / g chunks, each averaged on its own."""
-    accumulation = geometry.chunk_steps
+    """What each row is to weigh: each chunk is averaged on its own."""
     if loss_type in ROW_MEAN_LOSSES:
-        return reference.weight * geometry.chunk_steps / accumulation / reference.norm_rows
+        return reference.weight / reference.norm_rows
     if loss_type in MICRO_BATCH_TOKEN_LOSSES:
-        return reference.weight * geometry.chunk_steps / accumulation / reference.norm_tokens
-    per_token = geometry.steps_per_generation / accumulation / np.maximum(reference.num_items, 1.0)
-    return reference.weight * per_token
-
-
-def entropy_weights_of(
-    loss_type: str, layout: Layout, loss_tokens: np.ndarray, reference: Weights, geometry: Geometry
-) -> np.ndarray:
-    """Weight of the entropy of each chosen row's tokens in an optimizer step, as `trl_weights`."""
-    weights = np.zeros(len(loss_tokens))
-    for batch in filter(None, layout.micro_steps):
-        for process in range(geometry.num_processes):
-            rows, real = batch.rows[process], ~batch.filler[process]
-            scale, _ = loss_scale(loss_type, batch, process, reference, geometry)
-            found = entropy_weights(batch, process, scale, reference, geometry)
-            if found is None:
-                found = np.full(len(rows), scale / max(loss_tokens[rows[real]].sum(), 1))
-            np.add.at(weights, rows[real], found[real] / geometry.chunk_steps / geometry.num_processes)
-    return weights
+        return reference.weight / reference.norm_tokens
+    return reference.weight * geometry.num_chunks / np.maximum(reference.num_items, 1.0)
 
 
 LOSSES = [ROW_MEAN_LOSSES[0], *MICRO_BATCH_TOKEN_LOSSES, BATCH_TOKEN_LOSSES[0]]  # one of each kind
@@ -382,12 +316,9 @@ LOSSES = [ROW_MEAN_LOSSES[0], *MICRO_BATCH_TOKEN_LOSSES, BATCH_TOKEN_LOSSES[0]] 
 def test_the_layout_does_not_change_what_a_chosen_row_weighs(loss_type, batch, name):
     geometry, prompts, loss_tokens, reference = batch
     layout = LAYOUTS[name](geometry, prompts, loss_tokens, reference.chunk)
-    weights = trl_weights(loss_type, layout, loss_tokens, reference, geometry)
+    weights, entropies = trl_weights(loss_type, layout, loss_tokens, reference, geometry)
     np.testing.assert_allclose(weights, reference_weights(loss_type, reference, geometry))
-    np.testing.assert_allclose(
-        entropy_weights_of(loss_type, layout, loss_tokens, reference, geometry),
-        reference_weights("bnpo", reference, geometry),
-    )
+    np.testing.assert_allclose(entropies, reference_weights("bnpo", reference, geometry))
     if loss_type in ROW_MEAN_LOSSES:  # each chunk is a mean over its rows
         totals = np.bincount(reference.chunk, weights=weights, minlength=geometry.num_chunks)
         np.testing.assert_allclose(totals[np.unique(reference.chunk)], 1.0)
@@ -404,21 +335,23 @@ def test_dropping_rows_does_not_change_what_the_others_weigh(loss_type, geometry
     prompts, loss_tokens = rng.integers(1, 12, size=count), rng.integers(0, 20, size=count)  # 0: masked, truncated
     order = np.concatenate([rng.permutation(per_process) for _ in range(geometry.num_processes)])
     slot, process = order // geometry.micro_batch_rows, np.repeat(np.arange(geometry.num_processes), per_process)
-    everything = np.arange(count)
-    full = weights_of_full(slot, process, loss_tokens, everything, np.ones(count), geometry)
-    full = full.with_columns(loss_tokens=loss_tokens)
+
+    def weights_of(rows):
+        found = weights_of_full(slot, process, loss_tokens, rows, np.ones(len(rows)), geometry)
+        return found.with_columns(loss_tokens=loss_tokens[rows])
+
+    full = weights_of(np.arange(count))
     theirs = trl_layout(slot, process, order, geometry)
     for micro_batch in theirs.micro_steps:  # nothing is scaled: this is TRL
         for rank in range(geometry.num_processes):
             scale, weights = loss_scale(loss_type, micro_batch, rank, full, geometry)
             assert (scale, weights) == (1.0, None)
             assert entropy_weights(micro_batch, rank, scale, full, geometry) is None
-    expected = trl_weights(loss_type, theirs, loss_tokens, full, geometry)
+    expected, _ = trl_weights(loss_type, theirs, loss_tokens, full, geometry)
     chosen = np.flatnonzero(rng.random(count) < data.draw(st.sampled_from([0.0, 0.3, 1.0])))
-    reference = weights_of_full(slot, process, loss_tokens, chosen, np.ones(len(chosen)), geometry)
-    reference = reference.with_columns(loss_tokens=loss_tokens[chosen])
+    reference = weights_of(chosen)
     layout = LAYOUTS[name](geometry, prompts[chosen], loss_tokens[chosen] + 1, reference.chunk)
-    weights = trl_weights(loss_type, layout, loss_tokens[chosen], reference, geometry)
+    weights, _ = trl_weights(loss_type, layout, loss_tokens[chosen], reference, geometry)
     # A row without a loss token weighs nothing in a loss over tokens, whatever its factor
     counts = loss_tokens[chosen] > 0 if loss_type in MICRO_BATCH_TOKEN_LOSSES else np.ones(len(chosen), dtype=bool)
     np.testing.assert_allclose(weights[counts], expected[chosen][counts])

@@ -36,9 +36,11 @@ FILES = {
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason=f"the data folder {DATA} is not there")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
 
 
 @pytest.fixture(params=[name for name in FILES if (DATA / name).is_file()])
@@ -67,20 +69,15 @@ def test_every_prompt_holds_the_whole_problem(file):
 
 
 @pytest.fixture(scope="module")
-def golds(tmp_path_factory):
+def golds():
     """Every gold answer of every file, once."""
-    cache = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
     files = sorted(path for path in DATA.glob("*/*") if path.suffix in (".jsonl", ".parquet"))
-    found = sorted({gold for path in files for gold in load_prompts(str(path))["solution"]})
-    datasets.config.HF_DATASETS_CACHE = cache
-    return found
+    return sorted({gold for path in files for gold in load_prompts(str(path))["solution"]})
 
 
-def wrongly_scored(golds, answers, expected):
-    completions = [rf"So it is $\boxed{{{answer}}}$." for answer in answers]
-    scores = accuracy_reward(completions, golds)
-    return [pair for *pair, score in zip(golds, answers, scores, strict=True) if score != expected]
+def not_wrong(golds, answers):
+    scores = accuracy_reward([rf"So it is $\boxed{{{answer}}}$." for answer in answers], golds)
+    return [pair for *pair, score in zip(golds, answers, scores, strict=True) if score != 0.0]
 
 
 def value(gold):
@@ -89,9 +86,7 @@ def value(gold):
     "52_8" and "52" (a problem that asks for base 8 need not be answered with it).
     """
     text = re.sub(r"\\(?:text|mbox) ?\{[^}]*\}(?:\^\d)?|\^\\circ|\\%|_\{?\d\}?|\\[!$]|(?<=\d),(?=\d{3})|\s", "", gold)
-    text = (
-        re.sub(r"(\d+):(\d+)", r"\\frac{\1}{\2}", text.rstrip(".")).replace("tfrac", "frac").replace("dfrac", "frac")
-    )
+    text = re.sub(r"[td]frac", "frac", re.sub(r"(\d+):(\d+)", r"\\frac{\1}{\2}", text.rstrip(".")))
     return float(text) if re.fullmatch(r"-?\d*\.?\d+", text) else text
 
 
@@ -100,7 +95,7 @@ def value(gold):
 def test_golds_of_other_problems_do_not_match(golds, step):
     # Neighbours in the alphabet are alike, and those further away are not
     others = golds[step:] + golds[:step]
-    assert [pair for pair in wrongly_scored(golds, others, 0.0) if value(pair[0]) != value(pair[1])] == []
+    assert [pair for pair in not_wrong(golds, others) if value(pair[0]) != value(pair[1])] == []
 
 
 @pytest.mark.slow
@@ -113,11 +108,9 @@ def test_golds_with_a_digit_changed_do_not_match(golds):
             originals.append(gold)
             changed.append(gold[:place] + str((int(gold[place]) + 3) % 10) + gold[place + 1 :])
     assert len(changed) > 7000
-    assert wrongly_scored(originals, changed, 0.0) == []
+    assert not_wrong(originals, changed) == []
 
 
 def test_worked_solutions_give_the_answers_that_math_publishes():
-    path = DATA / "math_500" / "test.jsonl"
-    published = load_prompts(str(path))
-    read = load_prompts(str(path), answer_column="solution")
-    assert read["solution"] == published["solution"]
+    path = str(DATA / "math_500" / "test.jsonl")
+    assert load_prompts(path, answer_column="solution")["solution"] == load_prompts(path)["solution"]

@@ -8,7 +8,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from trl import GRPOConfig
 
 from lze_trl.config import LZEGRPOConfig
-from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
+from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
 
 
@@ -32,14 +32,10 @@ def differing(one, other):
     return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
 
 
-@pytest.fixture
-def recipe(tmp_path):
-    def write(text):
-        path = tmp_path / "recipe.yaml"
-        path.write_text(text)
-        return str(path)
-
-    return write
+def write(directory, text):
+    path = directory / "recipe.yaml"
+    path.write_text(text)
+    return str(path)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=shown)
@@ -101,10 +97,9 @@ def test_accelerate_config_loads(path):
     assert config.use_cpu == path.stem.endswith("_cpu")
 
 
-def test_flags_override_the_recipe(recipe):
-    path = recipe(
-        "strategy: reinforce_ada\ncontroller_kwargs: {kept: 4, max_rounds: 2}\nlearning_rate: 1e-6\ndatasets: [a.jsonl]\n"
-    )
+def test_flags_override_the_recipe(tmp_path):
+    kwargs = "controller_kwargs: {kept: 4, max_rounds: 2}"
+    path = write(tmp_path, f"strategy: reinforce_ada\n{kwargs}\nlearning_rate: 1e-6\ndatasets: [a.jsonl]\n")
     script_args, training_args, _ = parse_recipe([path, *ON_CPU])
     assert (training_args.learning_rate, script_args.datasets) == (1e-6, ["a.jsonl"])
     assert training_args.controller_kwargs == {"round_size": 8, "max_rounds": 2, "kept": 4}
@@ -115,37 +110,23 @@ def test_flags_override_the_recipe(recipe):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "flags", "message"),
     [
-        ("selection_ration: 0.4", r"no setting `selection_ration`\. Did you mean `selection_ratio`"),
-        ("learning_rate: fast", r"learning_rate.*invalid float value: 'fast'"),
-        ("datasets: a.jsonl", r"`datasets` must be a list, each item a text, got 'a\.jsonl'"),
-        ("seed: null", r"`seed` must be a whole number, got None"),
-        ("selection_ratio: 1.4", r"`selection_ratio` must be in \(0, 1\], got 1\.4"),
-        ("a: [", r"cannot be read: "),
-        ("generation_batch_size: 12\nper_device_train_batch_size: 8", r"must be divisible"),
-        ("max_train_samples: 0", r"`max_train_samples` must be at least 1, got 0"),
-        ("conversational: false\nsystem_prompt: Think.", r"`system_prompt='Think\.'` needs a chat"),
+        ("selection_ration: 0.4", "", r"no setting `selection_ration`\. Did you mean `selection_ratio`"),
+        ("learning_rate: fast", "", r"learning_rate.*invalid float value: 'fast'"),
+        ("datasets: a.jsonl", "", r"`datasets` must be a list, each item a text, got 'a\.jsonl'"),
+        ("seed: null", "", r"`seed` must be a whole number, got None"),
+        ("selection_ratio: 1.4", "", r"`selection_ratio` must be in \(0, 1\], got 1\.4"),
+        ("a: [", "", r"cannot be read: "),
+        ("generation_batch_size: 12\nper_device_train_batch_size: 8", "", r"must be divisible"),
+        ("max_train_samples: 0", "", r"`max_train_samples` must be at least 1, got 0"),
+        ("conversational: false\nsystem_prompt: Think.", "", r"`system_prompt='Think\.'` needs a chat"),
+        ("seed: 1", "stray", r"Unexpected argument `stray`"),
+        ("seed: 1", "--selector enery", r"--selector: invalid choice: 'enery' \(choose from .*energy"),
+        ("seed: 1", "--config recipes/demo/lzee.yaml", r"no recipe `recipes/demo/lzee\.yaml`\. Did you mean `recipes"),
     ],
 )
-def test_bad_recipes(recipe, text, message):
-    with pytest.raises(RecipeError, match=message):
-        parse_recipe(["--config", recipe(text), *ON_CPU])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--selection-rato", "0.3"], r"no setting `selection_rato`\. Did you mean `selection_ratio`"),
-        (["stray"], r"Unexpected argument `stray`"),
-        (["--selector", "enery"], r"--selector: invalid choice: 'enery' \(choose from .*energy"),
-        (
-            ["--config", "recipes/demo/lzee.yaml"],
-            r"There is no recipe `recipes/demo/lzee\.yaml`\. Did you mean `recipes",
-        ),
-    ],
-)
-def test_bad_flags(recipe, flags, message, monkeypatch):
+def test_bad_recipes_and_flags(tmp_path, text, flags, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(RecipeError, match=message):
-        check_recipe(["--config", recipe("selection_ratio: 0.3"), *flags])
+        parse_recipe(["--config", write(tmp_path, text), *ON_CPU, *flags.split()])

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from transformers import TrainerCallback
 
 import tiny
+from launches import run_to_end
 from lze_trl.data import PromptStyle
 from lze_trl.record import open_run
 from lze_trl.selfplay.online import Instruction
@@ -19,17 +19,15 @@ from lze_trl.selfplay.writer import Seeds
 
 def test_documented_metrics_are_those_that_are_logged(tmp_path):
     logged = set()
-    seeds = Seeds(tuple(f"How many {noun} are there?" for noun in ("apples", "boats")))
-    writing = Instruction(
-        seeds, PromptStyle(conversational=False), lambda shown, rng: [f"{rng.integers(10**9)} + 1 ="]
-    )
+    seeds, style = Seeds(("How many apples are there?", "How many boats?")), PromptStyle(conversational=False)
+    writing = Instruction(seeds, style, lambda shown, rng: [f"{rng.integers(10**9)} + 1 ="])
     for controller in (
         {},
         {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0},
         {"strategy": "gate", "controller_kwargs": {"explore": 0.5}},
         {"self_play": {"instruct": True, "examples": 1, "own": 1, "overlap": 0.99}},
     ):
-        own = {"instruction": writing} if "self_play" in controller else {}
+        own = {"instruction": writing} if "self_play" in controller else None
         trainer = tiny.run(tmp_path, trainer=own, max_steps=4, **controller)
         logged |= {name for entry in trainer.state.log_history for name in entry if name.startswith("lze/")}
     page = (Path(__file__).parents[1] / "docs" / "telemetry.md").read_text()
@@ -62,12 +60,15 @@ def test_metrics_before_the_first_rollout_and_after_the_last_are_recorded(tmp_pa
     assert open_run(tmp_path).summary()["generations"] == 2
 
 
-class Raises(TrainerCallback):
-    def __init__(self, error):
-        self.error = error
+class Stops(TrainerCallback):
+    """Raises an error in an event of a step."""
 
-    def on_step_end(self, *args, **kwargs):
-        raise self.error
+    def __init__(self, error, event="on_step_end", step=1):
+        def stop(args, state, control, **kwargs):
+            if state.global_step == step:
+                raise error
+
+        setattr(self, event, stop)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ class Raises(TrainerCallback):
     [(None, "finished"), (RuntimeError("out of memory"), "crashed"), (KeyboardInterrupt(), "stopped")],
 )
 def test_status_of_a_training(tmp_path, error, state):
-    trainer = make(tmp_path, [Raises(error)] if error else [], max_steps=2)
+    trainer = make(tmp_path, [Stops(error)] if error else [], max_steps=2)
     with pytest.raises(type(error)) if error else nullcontext():
         trainer.train()
     assert not trainer.is_in_train
@@ -90,22 +91,14 @@ def test_a_trainer_that_only_evaluates_leaves_the_telemetry_of_its_folder_alone(
     assert sorted(tmp_path.glob("telemetry/**/*")) == before
 
 
-@pytest.mark.parametrize("stop", ["on_save", "on_step_begin"])
-def test_a_resume_in_the_middle_of_a_generation_batch_records_every_step_once(tmp_path, stop):
-    # Killed after checkpoint-3, before or after step 4, the second step of a generation batch, was recorded
-    class Kill(TrainerCallback):
-        def __getattribute__(self, name):
-            return object.__getattribute__(self, "kill" if name == stop else name)
-
-        def kill(self, args, state, control, **kwargs):
-            if state.global_step == {"on_save": 3, "on_step_begin": 4}[stop]:
-                raise KeyboardInterrupt
-
+# Killed after checkpoint-3, before or after step 4, the second step of a generation batch, was recorded
+@pytest.mark.parametrize(("event", "step"), [("on_save", 3), ("on_step_begin", 4)])
+def test_a_resume_in_the_middle_of_a_generation_batch_records_every_step_once(tmp_path, event, step):
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "steps_per_generation": 2}
-    killed = make(tmp_path, [Kill()], per_device_train_batch_size=6, **settings)
+    settings["per_device_train_batch_size"] = 6
     with pytest.raises(KeyboardInterrupt):
-        killed.train()
-    resumed = make(tmp_path, per_device_train_batch_size=6, **settings)
+        make(tmp_path, [Stops(KeyboardInterrupt(), event, step)], **settings).train()
+    resumed = make(tmp_path, **settings)
     resumed.train(resume_from_checkpoint=True)
     assert [step for step, _ in logged(resumed, "loss")] == [1, 2, 3, 4, 5, 6]
     for name in ("loss", "lze/pass_rate", "learning_rate"):
@@ -130,8 +123,6 @@ print([log["train/global_step"] for log in trackio.SQLiteStorage.get_logs("lze",
 def test_trackio_is_open_in_an_evaluation_before_and_after_the_training(tmp_path):
     pytest.importorskip("trackio")
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    environment = os.environ | {"PYTHONPATH": paths, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", TRACKED, str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    environment = {"PYTHONPATH": paths, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = run_to_end([sys.executable, "-c", TRACKED, tmp_path / "run"], env=environment)
     assert "[0, 1]" in done.stdout.splitlines()

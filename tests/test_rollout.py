@@ -6,9 +6,7 @@ import pytest
 from lze_trl.batch import Batch, Table
 from lze_trl.engine import loss_tokens, sequence_logprobs
 from lze_trl.rollout.estimates import mean_over_full_batch, represented
-
-
-NAN = float("nan")
+from samples import NAN
 
 
 @pytest.mark.parametrize(

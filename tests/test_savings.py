@@ -38,10 +38,7 @@ CASES = {
         "reward_funcs": solved_after_a_step,
         "max_steps": 6,
     },
-    "reinforce_ada": {
-        "controller": "reinforce_ada_balanced",
-        "controller_kwargs": {"round_size": 4, "max_rounds": 3},
-    },
+    "reinforce_ada": {"controller": "reinforce_ada_balanced", "controller_kwargs": {"round_size": 4, "max_rounds": 3}},
 }
 
 
@@ -110,14 +107,9 @@ def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kin
 def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys):
     directory = tmp_path / "run"
     trainer = train(directory, reward_funcs=all_solved, strategy="exact", max_steps=6, summary=True)
-    summary = capsys.readouterr().out
-    report = plain_text(write_report(directory).read_text(encoding="utf-8"))
-    run = open_run(directory)
-    overview = plain_text(views.standing(run) + views.overview(run))
-    for shown in (summary, report, overview, model_card_section(directory)):
-        assert TAUGHT_NOTHING in shown
-        assert not re.search(r"\d ×", shown)
-    compared = views.run_table({"run": run}).to_string()
-    assert not re.search(r"\d ×", compared)
+    shown, run = [capsys.readouterr().out, model_card_section(directory)], open_run(directory)
+    shown += map(plain_text, (write_report(directory).read_text(), views.standing(run) + views.overview(run)))
+    assert all(TAUGHT_NOTHING in text for text in shown)
+    assert not re.search(r"\d ×", "\n".join([*shown, views.run_table({"run": run}).to_string()]))
     assert not [name for name in run.steps() if name.endswith("_vs_plain")]
     assert trainer.ledger.skipped_updates == 6

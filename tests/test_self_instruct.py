@@ -1,10 +1,9 @@
 """Self-instruction by a recipe: what it begins with, and a training on what its generator writes."""
 
-import json
 from dataclasses import replace
 
 import pytest
-import yaml
+from datasets import Dataset
 
 import tiny
 from lze_trl import checkpoint as store
@@ -29,40 +28,23 @@ def sums(exemplars, rng):
 @pytest.fixture
 def recipe(tmp_path):
     seeds = tmp_path / "seeds.jsonl"
-    seeds.write_text("".join(json.dumps({"problem": text}) + "\n" for text in SEEDS))
-    settings = {
-        "output_dir": str(tmp_path / "run"),
-        "model_name_or_path": tiny.save(tmp_path / "model"),
-        "datasets": [str(seeds)],
-        "unlabelled": True,
-        "conversational": False,
-        "reward_funcs": ["majority"],
-        "majority_bounds": [0.1, 0.9],
-        "max_completion_length": 4,
-        "self_play": {"max_tokens": 6, "max_rounds": 2, "requests": 4, "examples": 2},
-        "use_cpu": True,
-        "bf16": False,
-    }
-
-    def write(**changes):
-        path = tmp_path / "recipe.yaml"
-        changes["self_play"] = settings["self_play"] | changes.get("self_play", {})
-        path.write_text(yaml.safe_dump(settings | changes))
-        return str(path)
-
-    return write
+    Dataset.from_dict({"problem": SEEDS}).to_json(seeds)
+    own = {"output_dir": str(tmp_path / "run"), "model_name_or_path": tiny.save(tmp_path / "model")}
+    own |= {"datasets": [str(seeds)], "unlabelled": True, "reward_funcs": ["majority"], "max_completion_length": 4}
+    self_play = {"max_tokens": 6, "max_rounds": 2, "requests": 4, "examples": 2, "overlap": 0.9}
+    return lambda instruct=False, **keys: tiny.recipe(
+        tmp_path, self_play=self_play | {"instruct": instruct}, **own | keys
+    )
 
 
 def test_no_new_problem_may_resemble_one_of_the_evaluation(recipe, tmp_path):
-    held_out = tmp_path / "held_out.jsonl"
-    rows = [{"problem": "Is 7 a prime?", "answer": "yes"}, {"problem": "Which prime is the smallest?", "answer": "2"}]
-    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    script_args, args, _ = parse_recipe(["--config", recipe(probe_datasets=[str(held_out)])])
-    assert make_instruction(script_args, args).seeds.references == tuple(row["problem"] for row in rows)
-    chats = [
-        {"prompt": [{"role": "system", "content": "Hm."}, {"role": "user", "content": f"{i}?"}]} for i in range(9)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    held_out, problems = str(tmp_path / "held_out.jsonl"), ("Is 7 a prime?", "Which prime is the smallest?")
+    Dataset.from_dict({"problem": problems, "answer": ["yes", "2"]}).to_json(held_out)
+    script_args, args, _ = parse_recipe(["--config", recipe(probe_datasets=[held_out])])
+    assert make_instruction(script_args, args).seeds.references == problems
+    system = {"role": "system", "content": "Hm."}
+    chats = [[system, {"role": "user", "content": f"{i}?"}] for i in range(9)]
+    Dataset.from_dict({"prompt": chats}).to_json(tmp_path / "chats.jsonl")
     seeds = make_instruction(replace(script_args, datasets=[str(tmp_path / "chats.jsonl")]), args).seeds
     assert seeds.problems == tuple(f"{i}?" for i in range(9))
     with pytest.raises(ValueError, match=r"`instruct_generator: nothing.here` cannot be imported"):
@@ -70,22 +52,15 @@ def test_no_new_problem_may_resemble_one_of_the_evaluation(recipe, tmp_path):
 
 
 def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):
-    settings = {
-        "self_play": {"instruct": True, "overlap": 0.9},
-        "instruct_generator": "test_self_instruct.sums",
-        "reward_funcs": ["recipes.self_play.PublishedMajority", "tiny.even_length_reward"],
-        "majority_bounds": None,
-        "prompt_suffix": " Sum:",
-        "max_steps": 3,
-        "num_generations": 4,
-        "per_device_train_batch_size": 12,
-        "max_train_samples": 2,  # fewer than a batch takes
-        "report_to": "none",
-        "save_strategy": "no",
-        "telemetry": False,
-        "disable_tqdm": True,
-    }
-    path = recipe(**settings)
+    rewards = ["recipes.self_play.PublishedMajority", "tiny.even_length_reward"]
+    path = recipe(
+        instruct=True,
+        instruct_generator="test_self_instruct.sums",
+        reward_funcs=rewards,
+        prompt_suffix=" Sum:",
+        max_steps=3,
+        max_train_samples=2,  # fewer than a batch takes
+    )
     main(["train", path, "--dry_run"])
     assert "written by the model, from 2 seeds" in " ".join(capsys.readouterr().out.split())
     assert train(*parse_recipe(["--config", path]))["rows_rolled_out"] == 3 * 12

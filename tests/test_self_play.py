@@ -9,8 +9,7 @@ import torch
 
 import play_run
 import votes_run
-from case_runs import run_all
-from launches import on_processes
+from launches import assert_one, launch
 from lze_trl.data import PromptStyle
 from lze_trl.memory.identity import ID_COLUMN, prompt_id
 from lze_trl.memory.state import PromptState
@@ -34,9 +33,9 @@ def template(monkeypatch):
     monkeypatch.setitem(play_run.TEMPLATES, "tagged", play_run.Words())
 
 
-def train(model, output_dir, **settings):
+def train(model, output_dir, resume=None, **settings):
     trainer = play_run.trainer(model, output_dir, **settings)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -47,9 +46,6 @@ def instruction(generator):
 def same(one, other):
     first, second = one.model.state_dict(), other.model.state_dict()
     return all(torch.equal(first[name], second[name]) for name in first)
-
-
-# ---- The pool and the stream ----
 
 
 def test_a_pool_is_saved_and_read_whole():
@@ -64,14 +60,11 @@ def test_a_pool_is_saved_and_read_whole():
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
     other.load_state_dict(arrays | json.loads(json.dumps({k: v for k, v in state.items() if k not in arrays})))
     assert pool.rows.equals(other.rows) and (pool.rows.dtypes == other.rows.dtypes).all()
-    rows = other.rows.reset_index(drop=True)
-    assert rows[["parents", "birth", "visits"]].values.tolist() == [["a b", 4, 0], ["", 4, 1], ["c", 5, 0]]
-    assert other.rows["alive"].tolist() == [False, True, False]
+    rows = other.rows[["parents", "birth", "visits", "alive"]].values.tolist()
+    assert rows == [["a b", 4, 0, False], ["", 4, 1, True], ["c", 5, 0, False]]
     own = {"problem_id": id_in_words("A\nB?"), "parents": "c", "overlap": 0.5, "written_in_batch": 5}
-    columns = {"solution": None, "source": "self-instruct"}
-    assert pool.__getitems__([2]) == [
-        {**columns, "prompt": "A\nB? Box it.", ID_COLUMN: prompt_id("A\nB? Box it."), **own}
-    ]
+    own |= {"solution": None, "source": "self-instruct", ID_COLUMN: prompt_id("A\nB? Box it.")}
+    assert pool.__getitems__([2]) == [{"prompt": "A\nB? Box it.", **own}]
 
 
 def test_new_prompts_come_first_and_are_retired_after_their_visits():
@@ -98,9 +91,6 @@ def test_new_prompts_come_first_and_are_retired_after_their_visits():
     assert other.take(9).tolist() == []
 
 
-# ---- Training ----
-
-
 def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     trainer = train(model, tmp_path / "run")
     part = trainer.generation_step.instruction
@@ -109,9 +99,8 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     texts = rows["text"].tolist()
     assert (OverlapIndex().among(texts) - np.eye(len(texts))).max() <= 0.7
     assert OverlapIndex(play_run.SEEDS).nearest(texts).max() <= 0.7
-    known = dict(zip(map(id_in_words, texts), rows["birth"], strict=True)) | dict.fromkeys(
-        map(id_in_words, play_run.SEEDS), -1
-    )
+    known = dict.fromkeys(map(id_in_words, play_run.SEEDS), -1)
+    known |= zip(map(id_in_words, texts), rows["birth"], strict=True)
     for parents, birth in zip(rows["parents"].str.split(), rows["birth"], strict=True):
         assert len(parents) == 2 and all(known[parent] < birth for parent in parents)
     assert any(known[parent] >= 0 for parents in rows["parents"].str.split() for parent in parents)
@@ -125,46 +114,25 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     "settings",
     [
         {"selector": "energy", "selection_ratio": 0.67, "self_play": {"label_confidence": "share", "reuse": 2}},
-        {
-            "controller": "dynamic",
-            "controller_kwargs": {"max_rounds": 2},
-            "selector": "zero_variance",
-            "self_play": {"stock": 4},
-        },
+        {"controller": "dynamic", "selector": "zero_variance", "self_play": {"stock": 4}},
     ],
 )
 def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
     saving = {"save_strategy": "steps", "save_steps": 2} | settings
     whole = train(model, tmp_path / "whole", **saving)
-    resumed = play_run.trainer(model, tmp_path / "resumed", **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    resumed = train(model, tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-2"), **saving)
     assert json.dumps(play_run.record(resumed)) == json.dumps(play_run.record(whole))
     assert same(whole, resumed)
     part = resumed.generation_step.instruction
     assert len(part.writer.known._rows) == 2 + len(part.pool)
 
 
-CASES = {"twice": {"self_play": {"reuse": 2, "requests": 3}}}
-
-
-@pytest.fixture(scope="module")
-def runs(model):
-    (model / "cases.json").write_text(json.dumps(CASES))
-    for processes in (1, 2):
-        on_processes(processes, model / f"log{processes}.txt", run_all, play_run.run, model / "cases.json")
-    return model
-
-
-def test_two_processes_write_and_train_as_one(runs):
+def test_two_processes_write_and_train_as_one(model):
     # One round of answers differs if the weights do: written problems depend on every token
-    (alone,), both = (
-        [json.loads((runs / f"twice.{count}.{rank}.json").read_text()) for rank in range(count)] for count in (1, 2)
-    )
-    assert json.dumps(alone) == json.dumps(both[0]) == json.dumps(both[1])
-    visits = alone["pool"]["visits"]
+    for processes in (1, 2):
+        launch(model, processes, play_run.run, {"twice": {"self_play": {"reuse": 2, "requests": 3}}})
+    visits = assert_one(model, "twice")["pool"]["visits"]
     assert (sum(visits), max(visits)) == (15, 2)
-    one, two = (torch.load(runs / f"twice.{count}.pt") for count in (1, 2))
-    assert all(torch.allclose(one[key], two[key], atol=1e-5) for key in one)
 
 
 def test_writing_draws_nothing_from_the_random_numbers_of_the_training(model, tmp_path):
@@ -175,9 +143,6 @@ def test_writing_draws_nothing_from_the_random_numbers_of_the_training(model, tm
     second = train(model, tmp_path / "second", instruction=instruction(lambda *shown: [next(texts)]), **sampled)
     assert same(first, second)
     assert not same(first, play_run.trainer(model, tmp_path / "untrained"))
-
-
-# ---- What cannot be done ----
 
 
 def test_a_generator_that_repeats_itself_stops_with_the_reasons(model, tmp_path):

@@ -1,7 +1,6 @@
 """ZeRO-2, ZeRO-3, FSDP2 and DDP on two processes end with the weights of a single process."""
 
 import functools
-import itertools
 import json
 from pathlib import Path
 
@@ -12,8 +11,8 @@ import process_run
 import tiny
 from case_runs import run_all
 from export_run import LORA
-from launches import by_accelerate, on_two_cpus, run_to_end
-from test_processes import cases as all_cases
+from launches import assert_one, by_accelerate, gap, on_two_cpus, records, run_to_end, write
+from test_processes import CASES as ALL
 from test_vllm_weights import adapted, exported, saved
 
 
@@ -32,25 +31,19 @@ WAYS = {
 }
 
 
-def cases() -> dict[str, dict]:
-    """Every other one: every shape, with packing and without."""
-    return dict(itertools.islice(all_cases().items(), 0, None, 2))
+CASES = dict(list(ALL.items())[::2])  # with every shape, with packing and without
+SAVED = ALL["two optimizer steps a batch-True-selected-sapo"]
+SAVED = SAVED | {"max_steps": 9, "save_strategy": "steps", "save_steps": 5}
+# The end again from a checkpoint in the middle of a generation batch: rollouts have to come back as well
+SAVING = {"whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-5"]}}
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     directory = tmp_path_factory.mktemp("single")
     tiny.save(directory / "model")
-    (directory / "cases.json").write_text(json.dumps(cases()))
-    run_all(process_run.run, directory / "cases.json")
+    run_all(process_run.run, write(directory, CASES))
     return directory
-
-
-def saving() -> dict[str, dict]:
-    """A run, and its end again from a checkpoint in the middle of a generation batch: rollouts have to come back as well."""
-    steps = {"max_steps": 9, "save_strategy": "steps", "save_steps": 5}
-    settings = all_cases()["two-steps-True-selected-sapo"] | steps
-    return {"whole": settings, "resumed": settings | {"resume": ["whole", "checkpoint-5"]}}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +54,8 @@ def sharded(tmp_path_factory):
     def launch(way: str) -> Path:
         directory = tmp_path_factory.mktemp(way)
         tiny.save(directory / "model")
-        (directory / "cases.json").write_text(json.dumps(cases() | (saving() if way == "zero3" else {})))
-        run_to_end([*by_accelerate(directory, on_two_cpus(way)), SCRIPT, directory / "cases.json"], env=CPU)
+        path = write(directory, CASES | (SAVING if way == "zero3" else {}))
+        run_to_end([*by_accelerate(directory, on_two_cpus(way)), SCRIPT, path], env=CPU)
         return directory
 
     return launch
@@ -70,13 +63,11 @@ def sharded(tmp_path_factory):
 
 def test_zero3_resumed_decides_as_uninterrupted(sharded):
     runs = sharded("zero3")
-    for rank in range(2):
-        whole, resumed = (json.loads((runs / f"{name}.2.{rank}.json").read_text()) for name in saving())
+    for whole, resumed in zip(*(records(runs, name, 2) for name in SAVING), strict=True):
         assert 0 < len(resumed["choices"]) < len(whole["choices"])
         assert resumed["choices"] == whole["choices"][-len(resumed["choices"]) :]
         assert {**resumed, "choices": []} == {**whole, "choices": []}
-    first, second = (torch.load(runs / f"{name}.2.pt") for name in saving())
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
+    assert gap(*(runs / f"{name}.2.pt" for name in SAVING)) < 1e-6
 
 
 @pytest.mark.parametrize(("way", "share"), [("zero3", 0.0), ("fsdp2", 0.6)])
@@ -86,10 +77,7 @@ def test_weights_are_gathered_and_merged(tmp_path, way, share):
     # The model was sharded, and its adapters are merged into whole weights
     assert all(json.loads((tmp_path / f"{rank}.json").read_text()) <= share for rank in range(2))
     merged = saved(adapted(**LORA).merge_and_unload(), tmp_path / "saved")
-    tensors = exported(tmp_path / "lora")
-    assert tensors.keys() == merged.keys()
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor, merged[name], msg=name)
+    torch.testing.assert_close(exported(tmp_path / "lora"), merged)
     if way == "zero3":
         # Two shards, and the largest tensor twice, 0.27, and what the allocator keeps; a second copy of the weights would be 1
         memory = json.loads((tmp_path / "memory.json").read_text())
@@ -100,12 +88,6 @@ def test_weights_are_gathered_and_merged(tmp_path, way, share):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_is_single(single, sharded, way):
-    runs = sharded(way)
-    for case in cases():
-        assert (runs / f"{case}.way").read_text() == WAYS[way]
-        expected = json.loads((single / f"{case}.1.0.json").read_text())
-        for rank in range(2):
-            assert json.loads((runs / f"{case}.2.{rank}.json").read_text()) == expected, case
-        first, second = torch.load(single / f"{case}.1.pt"), torch.load(runs / f"{case}.2.pt")
-        assert set(first) == set(second)
-        assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-5, case
+    for case in CASES:
+        assert (sharded(way) / f"{case}.way").read_text() == WAYS[way]
+        assert_one(sharded(way), case, single=single)

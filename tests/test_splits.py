@@ -14,36 +14,26 @@ from lze_trl.pack.splits import Capacity, fewest_runs, split
 NO_LIMIT = Capacity(math.inf, math.inf)
 
 
-def splits(
-    lengths: list[int], most: int, cost: float = 256, capacity: Capacity = NO_LIMIT, prompt: int = 10
-) -> list[int]:
-    """Splits of rows of some completion lengths, all with the same prompt."""
-    return split(np.full(len(lengths), prompt), np.array(lengths), capacity, cost, most)
-
-
-# ---- Goldens ----
+def splits(lengths: list[int], most: int, capacity: Capacity = NO_LIMIT) -> list[int]:
+    """Splits of rows of some completion lengths, all with a prompt of 10 tokens."""
+    return split(np.full(len(lengths), 10), np.array(lengths), capacity, 256, most)
 
 
 def test_rows_that_would_waste_more_than_a_micro_step_costs_are_computed_apart():
     # Beside 290 + 10 tokens, a row of 34 + 10 wastes 256 tokens of padding, as much as a micro-step costs; of 33, more
     assert splits([290, 35], most=2) == [0, 2]
     assert splits([290, 33], most=2) == [0, 1, 2]
-    assert splits([290, 33], most=2, cost=300) == [0, 2]
-    assert splits([290, 289], most=2, cost=0) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("capacity", [Capacity(1, 1), Capacity(59, 1000), Capacity(1000, 49)])
 def test_a_row_that_is_too_long_is_computed_alone(capacity):
-    assert splits([50, 50, 50], most=3, capacity=capacity) == [0, 1, 2, 3]
+    assert splits([50] * 3, most=3, capacity=capacity) == [0, 1, 2, 3]
 
 
 def test_capacity_grows_where_there_are_too_few_micro_steps():
     # Two micro-steps: 3 rows of 60 tokens and 2 of them need a capacity of 180
     assert sorted(np.diff(splits([50] * 5, most=2, capacity=Capacity(70, 70))).tolist()) == [2, 3]
     assert splits([50] * 5, most=1, capacity=Capacity(70, 70)) == [0, 5]
-
-
-# ---- Properties ----
 
 
 @st.composite

@@ -1,5 +1,6 @@
-"""The memory of the prompts: goldens of EMA, streaks and pruning, and equality with a dictionary of records."""
+"""The memory of the prompts is a dictionary of records, in bounded memory."""
 
+import itertools
 import math
 import tracemalloc
 
@@ -13,59 +14,7 @@ from lze_trl.memory.state import PromptState
 from samples import NAN, rollouts
 
 
-FULL, HALF, NONE, UNSCORED = [1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0], [NAN] * 4
-
-
-def record(state: PromptState, prompt: int) -> dict[str, float]:
-    row = int(state.find(np.array([prompt]))[0])
-    assert row >= 0
-    return {name: state[name][row].item() for name in set(state.state_dict()) - {"range", "range_seen", "batches"}}
-
-
-# ---- Goldens ----
-
-
-def test_energy_comes_before_the_moving_average():
-    # λ = 0.9, α = 0.3, one prompt with G = 4
-    #   visit 1: p = 1/4. D = 3/4 for good, μ = 1/4, m = 0.            E = 3/4 · 3/4                     = 0.5625
-    #   visit 2: p = 3/4. m = 2 · |0.75 − 0.25| = 1.                   E = 3/4 · 3/4 · 1.3               = 0.73125
-    #            then μ = 0.9 · 0.25 + 0.1 · 0.75 = 0.3
-    #   visit 3: p = 2/4. m = 2 · |0.5 − 0.3| = 0.4 (not 2 · |0.5 − 0.32|). E = 3/4 · 1 · (1 + 0.12)     = 0.84
-    #            then μ = 0.9 · 0.3 + 0.1 · 0.5 = 0.32
-    state = PromptState()
-    expected = [([1, 0, 0, 0], 0.5625, 0.25), ([1, 1, 0, 1], 0.73125, 0.3), ([0, 1, 1, 0], 0.84, 0.32)]
-    for visit, (outcomes, energy, ema) in enumerate(expected, start=1):
-        groups = state.visit(rollouts({42: outcomes}))
-        assert groups.energies[0] == pytest.approx(energy, rel=1e-6)
-        assert groups.visits[0] == visit
-        now = record(state, 42)
-        assert now["ema"] == pytest.approx(ema, rel=1e-6)
-        assert now["energy"] == pytest.approx(energy, rel=1e-6)
-        assert now["first_pass_rate"] == 0.25
-        assert now["visits"] == visit
-
-
-@pytest.mark.parametrize(
-    ("k", "visits", "streaks", "pruned"),
-    [
-        # Pruned, re-checked and still solved; then re-checked and forgotten; then from the start again
-        (2, [FULL, FULL, FULL, HALF, FULL, FULL], [1, 2, 3, 0, 1, 2], [False, True, True, False, False, True]),
-        # Visits without a pass are counted downwards, a change of sign begins anew; they never prune
-        (2, [NONE, NONE, FULL, FULL, NONE, NONE], [-1, -2, 1, 2, -1, -2], [False, False, False, True, False, False]),
-        # A visit that nobody could score says nothing: neither a success nor a failure
-        (2, [FULL, FULL, UNSCORED], [1, 2, 2], [False, True, True]),
-        # Solved means that every scored completion passes
-        (1, [[1, NAN, 1, NAN], [1, NAN, 0, 1]], [1, 0], [True, False]),
-    ],
-)
-def test_streak_and_pruning(k, visits, streaks, pruned):
-    state = PromptState(pruning_streak=k)
-    for outcomes, streak, is_pruned in zip(visits, streaks, pruned, strict=True):
-        state.visit(rollouts({3: HALF, 4: outcomes}))
-        assert (record(state, 4)["streak"], record(state, 4)["pruned"]) == (streak, is_pruned)
-        prompts = state.prompts(np.array([4, 3, 99]))
-        assert prompts.pruned.tolist() == [is_pruned, False, False]
-        assert prompts.streak[[0, 2]].tolist() == [streak, 0]
+FULL, HALF, NONE = [1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0]
 
 
 def test_counts_do_not_overflow():
@@ -83,7 +32,7 @@ def test_counts_do_not_overflow():
 def test_what_is_known_before_the_rollout():
     # Prompt 5: 3 of 4 at first, then 0 of 5, memory 8: e = 3/9, n = min(9, 8), mean (1 + 8/3) / 10 = 11/30, D = 1/4.
     # Prompt 6: solved at first, so that D is the floor; mean (1 + 2) / (2 + 2)
-    state = PromptState(difficulty_floor=0.1, posterior_memory=8.0)
+    state = PromptState(difficulty_floor=0.1, posterior_memory=8.0, pruning_streak=1)
     state.visit(rollouts({5: [1, 1, 0, 1], 6: [1, 1, NAN]}))
     state.visit(rollouts({5: [0] * 5}))
     prompts = state.prompts(np.array([6, 99, 5]))
@@ -91,30 +40,25 @@ def test_what_is_known_before_the_rollout():
     assert prompts.visits.tolist() == [1, 0, 2]
     assert prompts.rollouts.tolist() == [2, 0, 9]
     assert prompts.strength.tolist() == [2, 0, 8]
+    assert (prompts.streak.tolist(), prompts.pruned.tolist()) == ([1, 0, -1], [True, False, False])
     np.testing.assert_allclose(prompts.pass_rates, [3 / 4, 1 / 2, 11 / 30], rtol=1e-6)
     np.testing.assert_allclose(prompts.difficulty, [0.1, 1.0, 0.25], rtol=1e-6)
-    np.testing.assert_allclose(
-        PromptState().prompts(np.array([3])).alive, 7 / 9
-    )  # of 8 completions, by the uniform prior
+    # Of 8 completions, by the uniform prior
+    np.testing.assert_allclose(PromptState().prompts(np.array([3])).alive, 7 / 9)
 
 
 # ---- Equality with a dictionary ----
 
-POOLS = {
-    "sequential": [*range(40)],
-    "far apart": [n << 58 for n in range(-32, 32)],
-    "extremes": [-(2**63), 2**63 - 1, 0, -1, 1],
-}
+# One after the other, far apart, and extremes
+POOLS = [*range(40)], [n << 58 for n in range(-32, 32)], [-(2**63), 2**63 - 1, 0, -1, 1]
 
 
 class Records:
     """What a prompt state has to remember, written down as plainly as possible."""
 
-    def __init__(self, k: int, memory: float = 16.0):
-        self.k = k
-        self.memory = memory
-        self.records = {}
-        self.batches = 0
+    def __init__(self, k: int, memory: float):
+        self.k, self.memory = k, memory
+        self.records, self.batches = {}, 0
 
     def visit(self, outcomes: dict[int, list[float]]):
         for prompt, values in outcomes.items():
@@ -124,14 +68,11 @@ class Records:
             p = sum(known) / len(known)
             old = self.records.get(prompt)
             if old is None:
-                old = {"first_pass_rate": p, "ema": p, "visits": 0, "streak": 0, "pruned": False}
-                old |= {"expected": 0.0, "rollouts": 0}
+                old = {"first_pass_rate": p, "ema": p, "pruned": False}
+                old |= dict.fromkeys(("visits", "streak", "expected", "rollouts"), 0)
             momentum = min(2 * abs(p - old["ema"]), 1)
-            streak = 0
-            if p == 1:
-                streak = old["streak"] + 1 if old["streak"] > 0 else 1
-            elif p == 0:
-                streak = old["streak"] - 1 if old["streak"] < 0 else -1
+            sign = int(p == 1) - int(p == 0)
+            streak = sign * (abs(old["streak"]) + 1 if sign * old["streak"] > 0 else 1)
             n = min(old["rollouts"], self.memory)
             self.records[prompt] = {
                 "prompt_ids": prompt,
@@ -154,50 +95,33 @@ class Records:
 @st.composite
 def histories(draw):
     """Batches of visits to prompts with ids near each other and far apart."""
-    names = draw(st.lists(st.sampled_from(list(POOLS)), min_size=1, max_size=2))
-    pool = sorted({prompt for name in names for prompt in POOLS[name]})
+    pool = sorted({*itertools.chain(*draw(st.lists(st.sampled_from(POOLS), min_size=1, max_size=2)))})
     outcomes = st.sampled_from([[1, 1], [1, 0, 1], [0], [1], [0, 0], [NAN, 1], [NAN]])
     batch = st.dictionaries(st.sampled_from(pool), outcomes, min_size=1, max_size=25)
     return draw(st.lists(batch, min_size=1, max_size=8))
 
 
-def agree(state: PromptState, records: dict[int, dict]):
-    assert len(state) == len(records)
-    for prompt, expected in records.items():
-        assert record(state, prompt) == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
-    pruned = sorted(prompt for prompt, values in records.items() if values["pruned"])
-    assert sorted(state["prompt_ids"][state["pruned"]].tolist()) == pruned
-
-
-@settings(max_examples=60)
-@given(histories(), st.integers(1, 3))
-def test_state_is_a_dictionary_of_records(history, k):
-    state = PromptState(pruning_streak=k, posterior_memory=3.5)
-    naive = Records(k, memory=3.5)
-    for batch in history:
-        before = {prompt: naive.records.get(prompt, {}).get("pruned", False) for prompt in batch}
-        groups = state.visit(rollouts(batch))
-        assert groups.replayed.tolist() == list(before.values())
+@settings(max_examples=100)
+@given(histories(), st.integers(0, 5), st.integers(1, 3), st.integers(0, 100))
+def test_state_is_a_dictionary_of_records_and_goes_on_when_it_is_loaded(history, saved, k, expected):
+    state, naive = PromptState(pruning_streak=k, posterior_memory=3.5), Records(k, memory=3.5)
+    for i, batch in enumerate(history):
+        if i == saved:
+            tensors = state.state_dict()
+            state = PromptState(pruning_streak=k, posterior_memory=3.5, expected=expected)
+            state.visit(rollouts({4711: HALF}))  # what was there is replaced
+            state.load_state_dict(tensors)
+        before = [naive.records.get(prompt, {}).get("pruned", False) for prompt in batch]
+        assert state.visit(rollouts(batch)).replayed.tolist() == before
         naive.visit(batch)
-    agree(state, naive.records)
-    unseen = sorted({prompt for pool in POOLS.values() for prompt in pool} - set(naive.records))
+    assert len(state) == len(naive.records)
+    ids = np.array([*naive.records], dtype=np.int64)
+    columns = set(state.state_dict()) - {"range", "range_seen", "batches"}
+    for row, values in zip(state.find(ids), naive.records.values(), strict=True):
+        found = {name: state[name][row].item() for name in columns}
+        assert found == pytest.approx(values, rel=1e-5, abs=1e-6, nan_ok=True)
+    unseen = sorted({*itertools.chain(*POOLS)} - set(naive.records))
     assert (state.find(np.array(unseen, dtype=np.int64)) == -1).all()
-
-
-@settings(max_examples=30)
-@given(histories(), histories(), st.integers(0, 100))
-def test_a_loaded_state_goes_on_as_the_saved_one(first, second, expected):
-    saved, naive = PromptState(), Records(2)
-    for batch in first:
-        saved.visit(rollouts(batch))
-        naive.visit(batch)
-    loaded = PromptState(expected=expected)
-    loaded.visit(rollouts({4711: HALF}))  # what was there is replaced
-    loaded.load_state_dict(saved.state_dict())
-    for batch in second:
-        loaded.visit(rollouts(batch))
-        naive.visit(batch)
-    agree(loaded, naive.records)
 
 
 # ---- Memory ----

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,14 +44,11 @@ def test_recipe_to_summary(job, capsys, tmp_path):
     result = train(job(conversational=True, system_prompt="Add."))
     assert result["rows_rolled_out"] == 4 * 12
     assert 0 < result["rows_trained"] < result["rows_rolled_out"]
-    assert 0 <= result["accuracy_before"] <= 1
-    assert 0 <= result["accuracy_after"] <= 1
     assert 0 < result["update_flops"] < result["plain_update_flops"]
 
     shown = capsys.readouterr().out
-    assert all(
-        text in shown for text in ("Rolled out", "Visits skipped", "total", "Sampled accuracy", "model:", "report:")
-    )
+    for text in ("Rolled out", "Visits skipped", "total", "Sampled accuracy", "model:", "report:"):
+        assert text in shown
     assert shown.count("Rolled out") == 1
     run_dir = tmp_path / "run"
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
@@ -96,10 +94,7 @@ def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, m
 
 
 def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
-    def fail(run_dir):
-        raise ValueError("no")
-
-    monkeypatch.setattr("lze_trl.app.report.write_report", fail)
+    monkeypatch.setattr("lze_trl.app.report.write_report", Mock(side_effect=ValueError("no")))
     train(job(max_steps=1))
     assert "try again with `lze-trl report" in caplog.text
 
@@ -125,9 +120,8 @@ def test_resume_points(job, tmp_path, caplog):
 
 
 def test_peft_recipe(job):
-    trainer = build_trainer(
-        *parse_recipe(["--config", job(use_peft=True, lora_r=4, lora_target_modules=["q_proj", "v_proj"])])
-    )
+    recipe = job(use_peft=True, lora_r=4, lora_target_modules=["q_proj", "v_proj"])
+    trainer = build_trainer(*parse_recipe([recipe]))
     trained = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
     assert trained and all("lora" in name for name in trained)
 
@@ -150,17 +144,15 @@ def test_what_cannot_be_trained_is_refused_by_the_run_and_the_dry_run(job, keys,
     assert dry.value.code == error.value.code
 
 
-def run_module(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run a module of this checkout as a user does; recipes name reward functions of the tests."""
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return run_to_end([sys.executable, "-m", *command], timeout=300, env={"PYTHONPATH": path} | (env or {}))
+def lze_trl_train(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    """What the command of this checkout does; recipes name reward functions of the tests."""
+    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return run_to_end([sys.executable, "-m", "lze_trl.job.cli", "train", *arguments], timeout=300, env=env)
 
 
 def test_the_command_launches_without_noise(job, tmp_path):
-    done = run_module(
-        *("lze_trl.job.cli", "train", job(eval_datasets=[]), "--max_steps", "1"),
-        env={"HF_HOME": str(tmp_path / "home")},  # without a default configuration of accelerate
-    )
+    # Without a default configuration of accelerate
+    done = lze_trl_train(job(eval_datasets=[]), "--max_steps", "1", HF_HOME=str(tmp_path / "home"))
     assert "not passed to `accelerate launch`" not in done.stderr
     assert "%|" not in done.stdout + done.stderr  # nor bars, where there is no terminal
     assert re.search(r"^step +1  reward", done.stdout, re.M)
@@ -169,10 +161,8 @@ def test_the_command_launches_without_noise(job, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp_cpu", "zero3_cpu"])
 def test_the_command_trains_on_two_processes(job, tmp_path, name):
-    done = run_module(
-        *("lze_trl.job.cli", "train", job(per_device_train_batch_size=6)),
-        *("--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"),
-    )
+    flags = "--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"
+    done = lze_trl_train(job(per_device_train_batch_size=6), *flags)
     # By the main process alone
     for beginning in ("Rolled out: ", "FLOPs, of ", "Sampled accuracy on held-out prompts: "):
         assert sum(line.startswith(beginning) for line in done.stdout.splitlines()) == 1

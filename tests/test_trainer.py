@@ -10,6 +10,7 @@ from trl import GRPOConfig
 
 import tiny
 from lze_trl import LZEGRPOTrainer
+from test_laws import distance
 from tiny import history, make, run
 
 
@@ -33,10 +34,7 @@ def test_completions_that_nothing_scores_leave_no_trace(tmp_path, scored):
 
     trainer = run(tmp_path, reward_funcs=picky, pruning="none")
     assert trainer.ledger.groups_trained == 0
-    if scored:
-        assert history(trainer, "lze/pass_rate") == [1.0] * 3
-    else:
-        assert len(trainer.prompt_state) == 0
+    assert history(trainer, "lze/pass_rate") == [1.0] * 3 if scored else len(trainer.prompt_state) == 0
 
 
 def test_completions_and_metrics_are_those_of_the_whole_batch(tmp_path):
@@ -54,36 +52,32 @@ def test_completions_and_metrics_are_those_of_the_whole_batch(tmp_path):
 
 @pytest.mark.parametrize(("pruning", "selector"), [("skip", "energy"), ("refill", "random")])
 def test_solved_prompts_cost_no_rollouts(tmp_path, pruning, selector):
-    trainer = run(
-        tmp_path,
-        dataset=tiny.prompts(12),
-        reward_funcs=lambda prompts, completions, **kwargs: [
-            1.0 if len(p) < 6 else r for p, r in zip(prompts, tiny.even_length_reward(completions), strict=True)
-        ],
-        pruning=pruning,
-        selector=selector,
-        max_steps=20,
-    )
+    def reward(prompts, completions, **kwargs):
+        even = tiny.even_length_reward(completions)
+        return [1.0 if len(prompt) < 6 else passed for prompt, passed in zip(prompts, even, strict=True)]
+
+    own = {"dataset": tiny.prompts(12), "pruning": pruning, "selector": selector, "max_steps": 20}
+    trainer = run(tmp_path, reward_funcs=reward, **own)
     solved = trainer.prompt_state["pruned"]
     assert solved.sum() >= 6
     visits = trainer.prompt_state["visits"]
     # Two visits prune a prompt; from then on one of them, a tenth rounded up, is re-checked in each pass
     assert visits[solved].mean() < visits[~solved].mean()
     assert trainer.ledger.visits_skipped > 0
-    if pruning == "refill":
-        assert trainer.ledger.groups_rolled_out == 60
-    else:
-        assert trainer.ledger.groups_rolled_out + trainer.ledger.visits_skipped == 60
+    unused = 0 if pruning == "refill" else trainer.ledger.visits_skipped
+    assert trainer.ledger.groups_rolled_out + unused == 60
 
 
 def test_state_carries_over(tmp_path):
     first = run(tmp_path / "first")
     second = make(tmp_path / "second", state_from=str(tmp_path / "first"), max_steps=1)
     second.train()
-    known = dict(zip(second.prompt_state["prompt_ids"], second.prompt_state["first_pass_rate"], strict=True))
-    before = dict(zip(first.prompt_state["prompt_ids"], first.prompt_state["first_pass_rate"], strict=True))
+    before, known = (
+        dict(zip(one.prompt_state["prompt_ids"], one.prompt_state["first_pass_rate"], strict=True))
+        for one in (first, second)
+    )
     assert len(before) > 3  # more than the second run has seen
-    assert all(known[prompt] == rate for prompt, rate in before.items())
+    assert known.items() >= before.items()
 
 
 @pytest.mark.parametrize(
@@ -98,10 +92,7 @@ def test_a_setting_wins_over_the_range_of_a_state(tmp_path, how, setting):
     args = {"reward_funcs": rewards(1.0), "max_steps": 6, **setting, **start}
     second = make(tmp_path / "second", **args)
     second.train(resume_from_checkpoint=str(tmp_path / "first/checkpoint-3") if how == "resume" else None)
-    logs = [log for log in second.state.log_history if "lze/pass_rate" in log and log["step"] > 3]
-    assert logs
-    for log in logs:
-        assert log["lze/pass_rate"] == pytest.approx(log["reward"])
+    assert history(second, "lze/pass_rate")[-3:] == pytest.approx(history(second, "reward")[-3:])
     assert second.prompt_state["expected"].max() > 1.0  # what is remembered stays
 
 
@@ -223,24 +214,11 @@ def test_skipped_prompts_weigh_in_the_loss_over_all_rows_as_dead_groups(tmp_path
         # Half of the prompts are solved, of the others half of the completions pass
         return [float(int(gold) % 4 != 0 or i % 2) for i, gold in enumerate(solution)]
 
-    runs = [
-        run(
-            tmp_path / pruning,
-            reward_funcs=reward,
-            dataset=tiny.prompts(12),
-            trainer={"rollout_func": functools.partial(tiny.fixed_rollouts, length=4)},
-            loss_type=loss_type,
-            loss_normalizer="all",
-            selection_ratio=1.0,
-            pruning=pruning,
-            planner_kwargs={"streak": 1},
-            max_steps=8,
-            optim="sgd",  # AdamW would not see how long a gradient is
-            learning_rate=0.5,
-        )
-        for pruning in ("none", "skip")
-    ]
+    own = {"loss_type": loss_type, "loss_normalizer": "all", "selection_ratio": 1.0, "planner_kwargs": {"streak": 1}}
+    own |= {"optim": "sgd", "learning_rate": 0.5, "max_steps": 8}  # AdamW would not see how long a gradient is
+    own |= {"trainer": {"rollout_func": functools.partial(tiny.fixed_rollouts, length=4)}}
+    own |= {"dataset": tiny.prompts(12), "reward_funcs": reward}
+    runs = [run(tmp_path / pruning, pruning=pruning, **own) for pruning in ("none", "skip")]
     assert runs[1].ledger.visits_skipped > 4
     assert runs[0].ledger.groups_trained == runs[1].ledger.groups_trained > 4
-    for (name, whole), (_, skipped) in zip(*(some.model.named_parameters() for some in runs), strict=True):
-        torch.testing.assert_close(skipped, whole, rtol=0, atol=1e-5, msg=name)
+    assert distance(*runs) < 1e-5

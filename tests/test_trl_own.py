@@ -92,9 +92,7 @@ def test_the_table_says_which_trainer_passes_what(tmp_path):
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path):
-    with pytest.raises(
-        SystemExit, match=r"no checkout of TRL: it has no tests/test_grpo_trainer.py. Make one by `git clone"
-    ):
+    with pytest.raises(SystemExit, match=r"it has no tests/test_grpo_trainer.py. Make one by `git clone"):
         prepare(tmp_path, tmp_path)
 
 
@@ -106,6 +104,5 @@ def test_ids_of_qwen_become_those_of_the_stand_ins():
     assert encoder.decode([own_id(number) for number in call]) == text
     assert encoder.decode(encoder(text)["input_ids"]) == text
     assert [own_id(248_044 + i) for i in range(len(ADDED))] == encoder.convert_tokens_to_ids(ADDED)
-    assert with_own_ids("x = [40, 151645]; y = 151645; [0.5, 3]") == (
-        f"x = [40, {encoder.eos_token_id}]; y = 151645; [0.5, 3]"
-    )
+    ours = f"x = [40, {encoder.eos_token_id}]; y = 151645; [0.5, 3]"
+    assert with_own_ids("x = [40, 151645]; y = 151645; [0.5, 3]") == ours

@@ -33,10 +33,6 @@ def length(completions, **kwargs):
     return [float(len(text)) for text in completions]
 
 
-def letters(completions, **kwargs):
-    return [float(len(set(text))) for text in completions]
-
-
 async def digits(completions, **kwargs):
     return [float(sum(letter.isdigit() for letter in text)) for text in completions]
 
@@ -54,11 +50,11 @@ def saved(tmp_path_factory) -> str:
     return tiny.save(tmp_path_factory.mktemp("model"))
 
 
-def trainer_of(directory, model, reward_funcs=None, trainer=None, **settings) -> LZEGRPOTrainer:
+def trainer_of(directory, model, reward_funcs=None, trainer=None, peft_config=None, **settings) -> LZEGRPOTrainer:
     """Three prompts of four completions a batch, two steps; what learns is set by defaults."""
     funcs = [reward_model()] if reward_funcs is None else reward_funcs
     encoders = [tiny.tokenizer() if isinstance(func, torch.nn.Module) else None for func in funcs]
-    given = {"model": model, "reward_processing_classes": encoders} | (trainer or {})
+    given = {"model": model, "peft_config": peft_config, "reward_processing_classes": encoders} | (trainer or {})
     usual = {"learning_rate": 0.1, "max_completion_length": 8, "max_steps": 2}
     usual |= {"bf16": None, "gradient_checkpointing": True, "telemetry": True, "summary": True}
     return tiny.make(directory, reward_funcs=funcs, trainer=given, **usual | settings)
@@ -83,37 +79,29 @@ def train(*args, **kwargs) -> LZEGRPOTrainer:
     return trainer
 
 
+def lora(**kwargs) -> LoraConfig:
+    return LoraConfig(r=2, init_lora_weights="gaussian", **kwargs)
+
+
 ACCUMULATED = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
-ITERATED = ACCUMULATED | {"num_iterations": 2}
+SAMPLING = {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1}
+BEAMS = {"bf16": False, "gradient_checkpointing": False, "generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}}
+LOGGED = {"dataloader_num_workers": 2, "log_completions": True, "num_completions_to_print": 1}
+HEAD_IN_FLOAT = {"loss_type": "dapo", "delta": 2.0, "cast_lm_head_to_fp32": True, "scale_rewards": "batch"}
 # Further settings of TRL and sets of reward functions, several in one training. `test_laws.py` has those of the loss
 SETTINGS = {
-    "clipped ratio, head in float32": (
-        None,
-        {"loss_type": "dapo", "delta": 2.0, "cast_lm_head_to_fp32": True, "scale_rewards": "batch"} | ITERATED,
-    ),
+    "clipped ratio, head in float32": (None, HEAD_IN_FLOAT | ACCUMULATED | {"num_iterations": 2}),
     "weights, async, KL": ([length, digits], {"beta": 0.1, "reward_weights": [0.7, -0.3]} | ACCUMULATED),
+    # One group a batch
     "sampling, padding": (
         [length, not_applicable],
-        {
-            "per_device_train_batch_size": 4,  # one group a batch
-            "pad_to_multiple_of": 8,
-            "top_p": 0.9,
-            "top_k": 10,
-            "min_p": 0.01,
-            "repetition_penalty": 1.1,
-        },
+        {"per_device_train_batch_size": 4, "pad_to_multiple_of": 8} | SAMPLING,
     ),
-    "loader with workers, log of completions": (
-        [sometimes, letters],
-        {"dataloader_num_workers": 2, "log_completions": True, "num_completions_to_print": 1},
-    ),
-    "float32, beams": (
-        [letters, reward_model()],
-        {
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "generation_kwargs": {"num_beams": 2, "length_penalty": -0.1},
-        },
+    "loader with workers, log of completions": ([sometimes, length], LOGGED),
+    "float32, beams": ([length, reward_model()], BEAMS),
+    "LoRA, with the head in full": (
+        None,
+        {"peft_config": lora(modules_to_save=["lm_head"]), "beta": 0.1} | ACCUMULATED,
     ),
 }
 
@@ -131,29 +119,12 @@ def test_reference_model_is_synchronised(tmp_path, saved):
     assert len(weights_that_move(trainer, trainer.ref_model)) == len(list(trainer.ref_model.parameters()))
 
 
-def lora(**kwargs) -> LoraConfig:
-    return LoraConfig(r=2, init_lora_weights="gaussian", **kwargs)
-
-
-def test_lora_with_the_head_in_full(tmp_path, saved):
-    train(tmp_path, saved, trainer={"peft_config": lora(modules_to_save=["lm_head"])}, beta=0.1, **ACCUMULATED)
-
-
 def experts() -> Qwen3MoeForCausalLM:
-    config = Qwen3MoeConfig(
-        **{name: getattr(tiny.model().config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        moe_intermediate_size=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-        router_aux_loss_coef=0.3,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
+    sizes = {name: getattr(tiny.model().config, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "moe_intermediate_size": 16}
+    sizes |= {"num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0, "eos_token_id": 1}
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(router_aux_loss_coef=0.3, **sizes))
 
 
 def test_lora_by_model(tmp_path, saved):
@@ -182,10 +153,9 @@ def test_the_auxiliary_loss_of_experts_is_a_mean_over_the_rows(tmp_path, loss_ty
     dataset = Dataset.from_dict({"prompt": ["1+1="] * 12, "solution": [str(i) for i in range(12)]})
 
     def run(cls, **own):
-        args = tiny.config(tmp_path / cls.__name__, **settings | own)
-        trainer = cls(experts(), not_applicable, args, dataset, processing_class=tiny.tokenizer(), rollout_func=alike)
-        trainer.train()
-        return trainer
+        given = {"model": experts(), "rollout_func": alike}
+        more = {"reward_funcs": not_applicable, "dataset": dataset, "trainer": given}
+        return tiny.run(tmp_path / cls.__name__, cls=cls, **more, **settings | own)
 
     own = {"strategy": "lze", "selector": "random", "pruning": "none", "selection_ratio": 0.6}
     ours = run(LZEGRPOTrainer, loss_normalizer=normalizer, router_aux_loss_coef=0.3, **own)

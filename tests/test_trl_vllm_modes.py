@@ -49,15 +49,10 @@ def trained(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Engine)
     model = tiny.save(tmp_path / "model")
 
-    def train(trainer_class, mode, reward_funcs=tiny.even_length_reward, **settings):
-        trainer = trainer_class(
-            model=model,
-            reward_funcs=reward_funcs,
-            args=tiny.config(tmp_path / "run", use_vllm=True, vllm_mode=mode, **MODES[mode], **settings),
-            train_dataset=tiny.prompts(9),
-        )
-        trainer.train()
-        return trainer
+    def train(trainer_class, mode, **settings):
+        given = {"model": model, "processing_class": None}
+        vllm = {"use_vllm": True, "vllm_mode": mode, "dataset": tiny.prompts(9), "trainer": given}
+        return tiny.run(tmp_path / "run", cls=trainer_class, **vllm, **MODES[mode], **settings)
 
     return train
 
@@ -67,8 +62,6 @@ def test_the_engine_is_used_as_trl_uses_it(trained, mode):
     theirs = trained(GRPOTrainer, mode, **PLAIN).vllm_generation
     ours = trained(LZEGRPOTrainer, mode, **PLAIN).vllm_generation
     assert ours.settings == theirs.settings
-    given = {name.removeprefix("vllm_"): value for name, value in MODES[mode].items()}
-    assert given.items() <= ours.settings.items() and ours.settings["mode"] == mode
     assert [name for name, _ in ours.calls] == [name for name, _ in theirs.calls] == ["sync_weights", "generate"] * 3
     for (name, our), (_, their) in zip(ours.calls, theirs.calls, strict=True):
         if name == "generate":
@@ -112,18 +105,15 @@ def test_the_stand_in_is_like_the_engine(name):
     reason="needs a GPU and the vllm package",
 )
 def test_colocated_vllm_on_a_gpu(tmp_path):
-    tokenizer = tiny.tokenizer()
-    torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
-    config = Qwen2Config(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=2)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tiny.tokenizer())}
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=2))
+    for part in (model, tiny.tokenizer()):
+        part.save_pretrained(tmp_path / "model")
     own = {"use_cpu": False, "bf16": True, "use_vllm": True, "vllm_mode": "colocate", "learning_rate": 1e-3}
-    own |= {"vllm_gpu_memory_utilization": 0.2, "vllm_max_model_length": 32}
-    args = tiny.config(tmp_path / "run", **own)
-    trainer = LZEGRPOTrainer(str(tmp_path / "model"), tiny.even_length_reward, args, tiny.prompts(9))
-    trainer.train()
+    own |= {"vllm_gpu_memory_utilization": 0.2, "vllm_max_model_length": 32, "dataset": tiny.prompts(9)}
+    trainer = tiny.run(tmp_path / "run", trainer={"model": str(tmp_path / "model")}, **own)
     assert trainer.state.global_step == 3
     assert trainer.ledger.rows_rolled_out == 36 > trainer.ledger.rows_trained > 0
     # The engine samples with the trainer's weights, to the precision of bf16

@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from launches import by_accelerate, on_two_cpus, run_to_end
+from launches import by_accelerate, gap, on_two_cpus, run_to_end
 from lze_trl.checkpoint import checkpoints, is_complete
 from seeded_vllm import SeededVLLM
 
@@ -38,23 +37,16 @@ pytestmark = [
 def start(directory: Path, steps: int) -> subprocess.Popen:
     """Two nodes that train for some steps, and a server in a third namespace."""
     directory.mkdir(exist_ok=True)
-    environment = os.environ | {
-        "ID": NAME,
-        "LOGS": str(directory / "logs"),
-        "PYTHON": sys.executable,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "SERVER": f"{sys.executable} {SERVER} 10.77.0.3 8000",
-    }
+    own = {"ID": NAME, "LOGS": str(directory / "logs"), "PYTHON": sys.executable}
+    own |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "SERVER": f"{sys.executable} {SERVER} 10.77.0.3 8000"}
     command = [ROOT / "scripts" / "two_nodes.sh", SCRIPT, directory, "http://10.77.0.3:8000", str(steps)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=os.environ | own, start_new_session=True, **pipes)
 
 
 def finish(run: subprocess.Popen, directory: Path) -> int:
     """Wait for the nodes; their exit status."""
-    said = run.communicate(timeout=300)[0]
-    (directory / "said.txt").write_text(said)
+    (directory / "said.txt").write_text(run.communicate(timeout=300)[0])
     return run.returncode
 
 
@@ -76,14 +68,11 @@ def test_two_nodes_are_one_and_a_node_that_dies_ends_the_run_with_a_good_checkpo
     assert died
     for process in died:
         os.kill(int(process), signal.SIGKILL)
-    status = finish(run, nodes)
-    assert status != 0
-    said = (nodes / "said.txt").read_text()
-    assert "A node ended with status" in said
+    assert finish(run, nodes) != 0
+    assert "A node ended with status" in (nodes / "said.txt").read_text()
     for newer in [c for c in checkpoints(nodes / "run") if int(c.name.rpartition("-")[2]) > 1]:
         shutil.rmtree(newer)
     assert is_complete(nodes / "run" / "checkpoint-1")
 
     assert finish(start(nodes, steps=3), nodes) == 0, (nodes / "said.txt").read_text()
-    first, second = torch.load(single / "weights.pt"), torch.load(nodes / "weights.pt")
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < 1e-6
+    assert gap(single / "weights.pt", nodes / "weights.pt") < 1e-6

@@ -1,11 +1,13 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
 import inspect
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
 from trl.generation.vllm_generation import VLLMGeneration
 
+import agents
 import tiny
 from fake_vllm import FakeVLLM, http_settings
 from lze_trl.servers import sync, weights
@@ -26,22 +28,34 @@ def connect(fake, accelerator, tmp_path):
     def make(**settings):
         own = {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")} | settings.pop("vllm_server_kwargs", {})
         defaults = {"vllm_server_timeout": 5.0, "vllm_server_kwargs": own, "max_completion_length": 5}
-        return HTTPGeneration(
-            tiny.model(), accelerator, tiny.tokenizer(), http_settings([fake.url], **defaults | settings)
-        )
+        settings = http_settings([fake.url], **defaults | settings)
+        return HTTPGeneration(tiny.model(), accelerator, tiny.tokenizer(), settings)
 
     return make
+
+
+def test_a_model_that_sees_trains_on_texts(tmp_path):
+    model, processor = agents.qwen()
+    fake = FakeVLLM(tokens=lambda text: processor.tokenizer(text)["input_ids"], vocab_size=len(processor.tokenizer))
+    servers = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": [fake.url]}
+    servers |= {"vllm_server_kwargs": {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")}}
+    given, data = {"model": model, "processing_class": processor}, tiny.prompts(11, conversational=True)
+    try:
+        trainer = tiny.make(tmp_path / "run", dataset=data, trainer=given, max_steps=1, **servers)
+        trainer.train()
+    finally:
+        fake.stop()
+    assert trainer.ledger.rows_rolled_out == 12
 
 
 def test_rows_come_back_in_their_order(connect, fake):
     generation = connect()
     generation.sync_weights()
     rows = [[5, 6]] * 3 + [[7]] * 3
-    prompt_ids, completion_ids, logprobs, tokens = generation.generate(rows, None, num_generations=3)
+    prompt_ids, completion_ids, logprobs, _ = generation.generate(rows, None, num_generations=3)
     assert prompt_ids == rows
     assert completion_ids == [[1, 0], [1, 1], [1, 2]] * 2
     assert logprobs == [[[-0.5], [-0.25]]] * 6
-    assert tokens == [[[1], [0]], [[1], [1]], [[1], [2]]] * 2
     assert sorted(body["prompt"] for body in fake.bodies[-2:]) == [[5, 6], [7]]
 
 
@@ -51,16 +65,9 @@ def test_settings_reach_the_server(connect, fake):
     generation = connect(**settings, top_k=11, vllm_structured_outputs_regex="[0-9]+", generation_kwargs=own)
     generation.sync_weights()
     generation.generate_groups([[5, 6]], [2])
-    assert fake.bodies[-1] == settings | own | {
-        "model": "fake",
-        "prompt": [5, 6],
-        "n": 2,
-        "max_tokens": 5,
-        "structured_outputs": {"regex": "[0-9]+"},
-        "logprobs": 0,
-        "return_token_ids": True,
-        "seed": fake.bodies[-1]["seed"],
-    }
+    expected = {"prompt": [5, 6], "n": 2, "max_tokens": 5, "structured_outputs": {"regex": "[0-9]+"}} | settings | own
+    expected |= {"model": "fake", "logprobs": 0, "return_token_ids": True, "seed": fake.bodies[-1]["seed"]}
+    assert fake.bodies[-1] == expected
 
 
 def test_every_group_has_a_seed_of_its_own(connect, fake):
@@ -102,10 +109,7 @@ def test_a_sync_that_fails_stops_the_run(connect, monkeypatch):
     with pytest.raises(ServerMismatchError, match=r"`sync_tolerance` is 0\.001"):
         connect(vllm_server_kwargs={"sync_tolerance": None}).sync_weights()
 
-    def full(*args, **kwargs):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(weights, "save_file", Mock(side_effect=SafetensorError("No space left on device")))
     with pytest.raises(SafetensorError, match="No space left"):
         connect().sync_weights()
 

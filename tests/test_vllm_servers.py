@@ -15,7 +15,6 @@ from lze_trl.servers.pool import Group, ServerPool
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 5}
-TEXT = "2+2"
 
 
 @pytest.fixture(autouse=True)
@@ -45,25 +44,22 @@ def make_snapshot(version="run-1", logprob=-1.0) -> Snapshot:
     return Snapshot(version, "/weights", probe=[3, 1, 4], reference=[logprob] * 2, tolerance=1e-3)
 
 
-def make_identity(**changes) -> Identity:
-    values = {"text": TEXT, "token_ids": [ord(c) % 50 for c in TEXT], "last_token_id": 63}
-    return Identity(**(values | changes))
+def make_identity(token_ids=(0, 43, 0)) -> Identity:
+    return Identity(text="2+2", token_ids=[*token_ids], last_token_id=63)
 
 
-def make_groups(count, size=3, body=SAMPLED) -> list[Group]:
-    return [Group([1, 2, i], size, body) for i in range(count)]
+def make_groups(count) -> list[Group]:
+    return [Group([1, 2, i], 3, SAMPLED) for i in range(count)]
 
 
 def complete(pool, groups):
     return [result for _, result in sorted(pool.stream(groups), key=itemgetter(0))]
 
 
-def assert_complete(pool, groups, loads=1):
-    """Every group gets exactly its completions, in order, of the weights of the given load."""
-    results = complete(pool, groups)
-    assert len(results) == len(groups)
-    for completions, group in zip(results, groups, strict=True):
-        assert [completion.token_ids for completion in completions] == [[loads, i] for i in range(group.count)]
+def assert_complete(pool, groups):
+    """Every group gets exactly its completions, in order, of the weights of the first load."""
+    for completions, group in zip(complete(pool, groups), groups, strict=True):
+        assert [completion.token_ids for completion in completions] == [[1, i] for i in range(group.count)]
         assert all(completion.logprobs == [-0.5, -0.25] for completion in completions)
 
 
@@ -98,28 +94,20 @@ def test_failed_requests_are_sent_again(fakes, fault, servers):
     assert fakes[0].loads == 1  # it kept its weights, and its version says so
 
 
-def token(value):
-    return lambda choice: choice.update(token_ids=[value, 1])
-
-
-def logprob(value):
-    return lambda choice: choice["logprobs"].update(token_logprobs=[-0.5, value])
-
-
-def long(count):
-    return lambda choice: choice.update(token_ids=[1] * count, logprobs={"token_logprobs": [-0.5] * count})
+def changed(logprobs=(-0.5, -0.25), **fields):
+    return lambda choice: choice.update(fields, logprobs={"token_logprobs": [*logprobs]})
 
 
 BAD_ANSWERS = {
-    "token beyond the vocabulary": token(64),
-    "no token": token(None),
-    "too long": long(6),
-    "empty": long(0),
-    "positive log-prob": logprob(0.5),
-    "log-prob not a number": logprob(float("nan")),
-    "a log-prob too few": lambda choice: choice["logprobs"].update(token_logprobs=[-0.5]),
-    "an index twice": lambda choice: choice.update(index=0),
-    "aborted": lambda choice: choice.update(finish_reason="abort"),
+    "token beyond the vocabulary": changed(token_ids=[64, 1]),
+    "no token": changed(token_ids=[None, 1]),
+    "too long": changed([-0.5] * 6, token_ids=[1] * 6),
+    "empty": changed([], token_ids=[]),
+    "positive log-prob": changed([-0.5, 0.5]),
+    "log-prob not a number": changed([-0.5, float("nan")]),
+    "a log-prob too few": changed([-0.5]),
+    "an index twice": changed(index=0),
+    "aborted": changed(finish_reason="abort"),
     "a completion too few": SHORT,
     "without a body": EMPTY,
     "another form": OTHER,
@@ -149,15 +137,15 @@ def test_damaged_answers_about_the_weights_are_asked_for_again(fakes):
 
 def test_a_request_that_always_fails_or_is_refused_ends_with_the_servers_words(fakes):
     pool = loaded(fakes)
-    for status, error, words in (
-        (400, RequestRefusedError, "answered 400: .*fault 400 on command"),  # at once
-        (500, ServerError, "failed 5 times.*answered 500: .*fault 500 on command"),
+    for status, times, error, words in (
+        (400, 1, RequestRefusedError, "answered 400: .*fault 400 on command"),
+        (500, 5, ServerError, "failed 5 times.*answered 500: .*fault 500 on command"),
     ):
         for fake in fakes:
             fake.faults["/v1/completions"] = [status] * 5
         with pytest.raises(error, match=words):
             complete(pool, make_groups(1))
-        assert sum(len(fake.faults["/v1/completions"]) for fake in fakes) == (9 if status == 400 else 5)
+        assert sum(len(fake.faults["/v1/completions"]) for fake in fakes) == 10 - times
 
 
 def test_others_take_over_from_a_server_that_dies(fakes, caplog):
@@ -186,7 +174,7 @@ def test_a_server_that_returns_gets_the_weights_first(fakes):
     pool = loaded(fakes[:1])
     threading.Timer(0.15, fakes[0].stop).start()
     threading.Timer(0.8, fakes[0].start).start()
-    assert_complete(pool, make_groups(12), loads=1)  # 0 would be the weights that it started with
+    assert_complete(pool, make_groups(12))  # 0 would be the weights that it started with
     assert fakes[0].loads == 1 and fakes[0].version == "run-1"
 
 
@@ -196,7 +184,7 @@ def test_a_restart_between_batches_is_noticed(fakes):
     assert fakes[0].loads == 1  # the same weights are not loaded twice
     fakes[0].stop()
     fakes[0].start()
-    assert_complete(pool, make_groups(2), loads=1)
+    assert_complete(pool, make_groups(2))
 
 
 @pytest.mark.parametrize("recovery_timeout", [0.0, 0.5])
@@ -206,16 +194,13 @@ def test_none_left(fakes, caplog, recovery_timeout):
     fakes[0].stop()
     fakes[1].engine_dead = True
     begin = time.monotonic()
+    message = rf"No vLLM server is left.*within {recovery_timeout:g} s"
     for ask in (lambda: complete(pool, make_groups(2)), lambda: pool.load(make_snapshot("run-2"))):
-        with pytest.raises(
-            ConnectionError, match=rf"No vLLM server is left.*within {recovery_timeout:g} s"
-        ) as failure:
+        with pytest.raises(ConnectionError, match=message) as failure:
             ask()
-        for words in ("ConnectError", DEAD_ENGINE, "resume_from_checkpoint"):
-            assert words in str(failure.value)
+        assert all(words in str(failure.value) for words in ("ConnectError", DEAD_ENGINE, "resume_from_checkpoint"))
     assert time.monotonic() - begin < 5
     assert len(reports_of(caplog, fakes[1])) == 1
-    fakes[0].start()
 
 
 def test_load_waits_for_a_server_and_goes_on_without_the_others(fakes):
@@ -270,17 +255,13 @@ def test_connect_gives_up(fakes):
         make_pool(fakes).connect(0.3, make_identity())
 
 
-@pytest.mark.parametrize(
-    ("fault", "changes", "message"),
-    [
-        (None, {"token_ids": [1, 2, 3]}, r"another tokenizer: '2\+2' is \[0, 43, 0\] there and \[1, 2, 3\]"),
-        (404, {}, "VLLM_SERVER_DEV_MODE=1"),
-    ],
-)
-def test_connect_refuses_another_server(fakes, fault, changes, message):
-    fakes[0].faults["/server_info"] = [fault]
-    with pytest.raises(ServerMismatchError, match=message):
-        make_pool(fakes[:1]).connect(5.0, make_identity(**changes))
+def test_connect_refuses_another_server(fakes):
+    pool = make_pool(fakes[:1])
+    with pytest.raises(ServerMismatchError, match=r"another tokenizer: '2\+2' is \[0, 43, 0\] there and \[1, 2, 3\]"):
+        pool.connect(5.0, make_identity([1, 2, 3]))
+    fakes[0].faults["/server_info"] = [404]
+    with pytest.raises(ServerMismatchError, match="VLLM_SERVER_DEV_MODE=1"):
+        pool.connect(5.0, make_identity())
 
 
 @pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "http://127.0.0.1:1/"], ["127.0.0.1:8000"]])

@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.rollout.watch import SamplingWatch, watched
+from test_laws import distance
 
 
 PROMPTS = ["1+1=", "20+400=", "3*3="]
@@ -22,17 +23,10 @@ def generate(model, seed: int = 3, prompts: list[list[int]] | None = None, **set
     encode.padding_side = "left"
     prompts = prompts or encode(PROMPTS)["input_ids"]
     inputs = encode.pad({"input_ids": prompts}, padding=True, return_tensors="pt")
-    config = GenerationConfig(
-        do_sample=True,
-        max_new_tokens=6,
-        pad_token_id=0,
-        eos_token_id=END,
-        disable_compile=True,
-        **{"top_k": 0} | settings,
-    )
+    own = {"do_sample": True, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": END, "disable_compile": True}
+    config = GenerationConfig(**own | {"top_k": 0} | settings)
     torch.manual_seed(seed)
-    with torch.no_grad():
-        found = model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].size(1) :].tolist()
+    found = model.generate(**inputs, generation_config=config)[:, inputs["input_ids"].size(1) :].tolist()
     ends = [min([i for i, token in enumerate(row) if token in END], default=len(row) - 1) for row in found]
     return [row[: end + 1] for row, end in zip(found, ends, strict=True)]
 
@@ -108,19 +102,21 @@ def test_what_was_not_watched_has_no_log_probs():
     assert watch.token_logprobs([[5]]) is None
 
 
-def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
-    def train(name):
-        trainer = tiny.make(tmp_path / name, temperature=0.8)
-        seen, visit = [], trainer.prompt_state.visit
-        trainer.prompt_state.visit = lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
-        trainer.train()
-        return trainer, seen
+def trained(directory, **settings):
+    """A trainer that has trained, and all batches that it has remembered."""
+    trainer = tiny.make(directory, **settings)
+    seen, visit = [], trainer.prompt_state.visit
+    trainer.prompt_state.visit = lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
+    trainer.train()
+    assert seen
+    return trainer, seen
 
-    one, watching = train("watched")
+
+def test_a_training_is_the_same_whether_it_is_watched(tmp_path, monkeypatch):
+    one, watching = trained(tmp_path / "watched", temperature=0.8)
     monkeypatch.setattr(SamplingWatch, "token_logprobs", lambda *_: None)
-    other, blind = train("blind")
-    for name, weights in one.model.state_dict().items():
-        assert torch.equal(weights, other.model.state_dict()[name])
+    other, blind = trained(tmp_path / "blind", temperature=0.8)
+    assert distance(one, other) == 0.0
     assert all((rollouts.logprobs < 0).all() for rollouts in watching)
     assert all(np.isnan(rollouts.logprobs).all() for rollouts in blind)
 
@@ -132,11 +128,7 @@ def test_log_probs_of_a_rollout_func_win_over_those_that_were_watched(tmp_path):
         own = [[-0.25] * len(row) for row in completions]
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": own}
 
-    trainer, seen = tiny.make(tmp_path, trainer={"rollout_func": rollout}), []
-    visit = trainer.prompt_state.visit
-    trainer.prompt_state.visit = lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
-    trainer.train()
-    assert seen
+    _, seen = trained(tmp_path, trainer={"rollout_func": rollout})
     assert all((rollouts.logprobs == -0.25 * rollouts.completion_tokens).all() for rollouts in seen)
 
 
@@ -159,8 +151,7 @@ def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
         return tiny.even_length_reward(completions)
 
     model._get_logits_processor = processors
-    trainer = tiny.make(tmp_path, reward_funcs=reward, trainer={"model": model}, strategy="exact")
-    trainer.train()
+    trainer = tiny.run(tmp_path, reward_funcs=reward, trainer={"model": model}, strategy="exact")
     assert len(seen) == 3
     assert all(text.isdigit() for batch in seen for text in batch)
     assert trainer.model._get_logits_processor is processors
@@ -170,10 +161,7 @@ def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
 def test_continuous_batching_generates_as_in_plain_trl(tmp_path):
     def lengths(cls):
         own = {"strategy": "exact", "use_transformers_continuous_batching": True, "max_steps": 1}
-        args = tiny.config(tmp_path / cls.__name__, **own)
-        trainer = cls(tiny.save(tmp_path / "model"), tiny.even_length_reward, args, tiny.prompts(6))
-        trainer.train()
-        log = trainer.state.log_history[0]
+        log = tiny.run(tmp_path / cls.__name__, cls=cls, **own).state.log_history[0]
         return [log[f"completions/{name}_length"] for name in ("mean", "min", "max")]
 
     plain, ours = lengths(GRPOTrainer), lengths(LZEGRPOTrainer)

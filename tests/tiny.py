@@ -1,12 +1,10 @@
 """A tiny model, tokenizer and task, made locally: what every trainer test runs on."""
 
-import copy
 import functools
 import hashlib
 import shutil
 import socket
 import string
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +36,6 @@ def tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
 
 def model(seed: int = 0, tied: bool = False, layers: int = 1) -> Qwen2ForCausalLM:
     """A Qwen2 model of about 10,000 weights."""
-    return copy.deepcopy(_model(seed, tied, layers))
-
-
-@functools.cache
-def _model(seed: int, tied: bool, layers: int) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(tokenizer()),
@@ -63,16 +56,9 @@ def _model(seed: int, tied: bool, layers: int) -> Qwen2ForCausalLM:
 def save(directory, seed: int = 0, **kwargs) -> str:
     """Save the model and its tokenizer, as a reference model (beta > 0) needs it, and return where."""
     shutil.rmtree(directory, ignore_errors=True)  # a model that was loaded from here keeps the files of its own
-    shutil.copytree(_saved(seed, **kwargs).name, directory)
+    model(seed, **kwargs).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
     return str(directory)
-
-
-@functools.cache
-def _saved(seed: int, **kwargs) -> tempfile.TemporaryDirectory:
-    folder = tempfile.TemporaryDirectory()
-    model(seed, **kwargs).save_pretrained(folder.name)
-    tokenizer().save_pretrained(folder.name)
-    return folder
 
 
 @functools.cache
@@ -81,16 +67,12 @@ def prompts(count: int, conversational: bool = False) -> Dataset:
     texts = [f"{i}+{i * i}=" for i in range(count)]
     solutions = [str(i + i * i) for i in range(count)]
     if conversational:
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": t}] for t in texts], "solution": solutions})
+        texts = [[{"role": "user", "content": text}] for text in texts]
     return Dataset.from_dict({"prompt": texts, "solution": solutions})
 
 
 def fixed_rollouts(prompts, trainer, length=None):
-    """
-    A `rollout_func` whose completions depend on prompt, place in the group and step, and not on random numbers of a process.
-
-    They have `length` tokens, by default 1 to 5.
-    """
+    """A `rollout_func` by prompt, place in the group and step, not by chance: `length` tokens, by default 1 to 5."""
     encode, rank = trainer.processing_class, trainer.accelerator.process_index
     completions = []
     for i, prompt in enumerate(prompts):
@@ -102,6 +84,7 @@ def fixed_rollouts(prompts, trainer, length=None):
         "prompt_ids": encode(prompts)["input_ids"],
         "completion_ids": completions,
         "logprobs": [[-1.0] * len(ids) for ids in completions],
+        "nothing": [],  # a further field that no row has
     }
 
 
@@ -117,17 +100,23 @@ def even_length_reward(completions, **kwargs):
     return [float(len(text.strip()) % 2 == 0) for text in texts]
 
 
+# Of trainings and recipes: P = 3 prompts, G = 4 generations, up to C = 5 completion tokens
+COMMON = {
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "per_device_train_batch_size": 12,
+    "num_generations": 4,
+    "max_completion_length": 5,
+    "seed": 7,
+}
+
+
 def config(output_dir, **kwargs) -> LZEGRPOConfig:
-    """P = 3 prompts, G = 4 generations, up to C = 5 completion tokens, by the published method."""
+    """Settings of 3 steps by the published method."""
     defaults = {
         "strategy": "lze",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "per_device_train_batch_size": 12,
-        "num_generations": 4,
-        "max_completion_length": 5,
         "max_steps": 3,
         "learning_rate": 1e-2,
         "logging_steps": 1,
@@ -135,9 +124,8 @@ def config(output_dir, **kwargs) -> LZEGRPOConfig:
         "disable_tqdm": True,
         "telemetry": False,
         "summary": False,
-        "seed": 7,
     }
-    return LZEGRPOConfig(output_dir=str(output_dir), **(defaults | kwargs))
+    return LZEGRPOConfig(output_dir=str(output_dir), **(COMMON | defaults | kwargs))
 
 
 def make(directory, cls=LZEGRPOTrainer, reward_funcs=even_length_reward, dataset=None, trainer=None, **settings):
@@ -160,31 +148,15 @@ def history(trainer, name: str) -> list:
 
 
 def recipe(directory: Path, **keys) -> str:
-    """Write a recipe for 4 steps of P = 3 prompts, G = 4 on a CPU, and return its path; further keys win."""
-    common = {
-        "conversational": False,
-        "reward_funcs": ["tiny.even_length_reward"],
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "num_generations": 4,
-        "per_device_train_batch_size": 12,
-        "max_completion_length": 5,
-        "max_steps": 4,
-        "save_steps": 2,
-        "seed": 7,
-    }
+    """Write a recipe for 4 steps on a CPU, and return its path; further keys win."""
+    own = {"conversational": False, "reward_funcs": ["tiny.even_length_reward"], "max_steps": 4, "save_steps": 2}
     path = directory / "recipe.yaml"
-    path.write_text(yaml.safe_dump(common | keys))
+    path.write_text(yaml.safe_dump(COMMON | own | keys))
     return str(path)
 
 
 def job(directory: Path, **sizes: int) -> dict[str, Any]:
-    """
-    Write a tiny model and sets of prompts, of which no two share one, each to a file of its name, and return the keys of a
-    recipe that trains on the first one.
-    """
+    """Write a model and sets of prompts, of which no two share one; return keys of a recipe that trains on the first."""
     model, begin = save(directory / "model"), 0
     for name, size in sizes.items():
         prompts(begin + size).select(range(begin, begin + size)).to_json(directory / f"{name}.jsonl")

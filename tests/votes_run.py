@@ -1,8 +1,7 @@
 r"""
 Training runs whose completions box a digit, for the tests of the majority reward, by the cases of `case_runs.py`.
 
-Completions are a function of prompt, generation batch and place in the group, over all
-rounds and processes.
+Completions are a function of prompt, generation batch and place in the group, over all rounds and processes.
 """
 
 import hashlib
@@ -63,12 +62,8 @@ def completion(encode, prompt: tuple[int, ...], place: int, turn: int) -> list[i
 def boxed_rollouts(prompts, trainer):
     """A `rollout_func` for groups of one size."""
     encode, first = trainer.processing_class, trainer.accelerator.process_index * len(prompts)
-    ids = encode(prompts)["input_ids"]
-    places = [(first + i) % trainer.num_generations for i in range(len(prompts))]
-    completions = [
-        completion(encode, tuple(row), place, trainer.state.global_step)
-        for row, place in zip(ids, places, strict=True)
-    ]
+    ids, size, turn = encode(prompts)["input_ids"], trainer.num_generations, trainer.state.global_step
+    completions = [completion(encode, tuple(row), (first + i) % size, turn) for i, row in enumerate(ids)]
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[-1.0] * len(c) for c in completions]}
 
 
@@ -95,21 +90,13 @@ class VotingTrainer(FixedTrainer):
         return completion(self._tokenizer, prompt, place, self.generation_step.generation)
 
     def _note_groups(self, drawn):
-        result = self._remember(drawn)
-        rollouts, state = drawn, self.generation_step.state
-        for g, prompt_id in enumerate(rollouts.prompt_ids.tolist()):
-            rows = np.flatnonzero(rollouts.group == g)
-            rewards = [None if np.isnan(value) else value for value in drawn.rewards_per_func[rows, 0].tolist()]
-            visits = int(state.prompts(rollouts.prompt_ids[[g]]).visits[0])
-            self.groups.append(
-                {
-                    "generation": self.generation_step.generation,
-                    "prompt": self.prompts[prompt_id],
-                    "rewards": rewards,
-                    "visits": visits,
-                    "alive": bool(rollouts.alive[g]),
-                }
-            )
+        result, step = self._remember(drawn), self.generation_step
+        visits = step.state.prompts(drawn.prompt_ids).visits.tolist()
+        for g, prompt_id in enumerate(drawn.prompt_ids.tolist()):
+            rewards = drawn.rewards_per_func[drawn.group == g, 0].tolist()
+            note = {"generation": step.generation, "prompt": self.prompts[prompt_id], "visits": visits[g]}
+            note |= {"rewards": [None if np.isnan(reward) else reward for reward in rewards]}
+            self.groups.append(note | {"alive": bool(drawn.alive[g])})
         return result
 
     def record(self) -> dict:
@@ -121,20 +108,19 @@ def parity_reward(completions, **kwargs):
     return [float(text.strip(BOX + CLOSE)[-1] in "13579") for text in completions]
 
 
+def make(directory: Path, model: Path, cls=VotingTrainer, majority=None, trainer=None, **settings):
+    """A trainer by the majority reward, with another one beside it that does not count; see `tiny.make`."""
+    given = {"model": str(model), "processing_class": None} | (trainer or {})
+    rewards, data = [majority or MajorityReward(), parity_reward], tiny.prompts(11).remove_columns("solution")
+    return tiny.make(directory, cls, rewards, data, given, reward_weights=[1.0, 0.0], **settings)
+
+
 def train(directory: Path, name: str, settings: dict) -> VotingTrainer:
-    """Train by the majority reward, with another one beside it that does not count."""
     world, settings = int(os.environ.get("WORLD_SIZE", "1")), dict(settings)
-    rows, sizes = settings.pop("rows") // world, settings.pop("sizes", None)
+    settings["per_device_train_batch_size"] = settings.pop("rows") // world
+    majority, sizes = MajorityReward(**settings.pop("majority", {})), settings.pop("sizes", None)
     own = {"controller": InRounds(sizes)} if sizes else {}
-    trainer = VotingTrainer(
-        model=str(directory / "model"),
-        reward_funcs=[MajorityReward(**settings.pop("majority", {})), parity_reward],
-        args=tiny.config(
-            directory / f"{name}-{world}", per_device_train_batch_size=rows, reward_weights=[1.0, 0.0], **settings
-        ),
-        train_dataset=tiny.prompts(11).remove_columns("solution"),
-        **own,
-    )
+    trainer = make(directory / f"{name}-{world}", directory / "model", majority=majority, trainer=own, **settings)
     trainer.train()
     return trainer
 

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
-from ..batch import Batch, Prompts, Table, differ, group_mean
+from ..batch import Batch, Prompts, Table, differ, group_mean, places
 from ..select.energy import anchor, score_groups
 from .foresight import Foresight, History
 from .index import RowIndex
@@ -252,8 +251,7 @@ def first_completions(rollouts: Batch) -> tuple[int, np.ndarray]:
     size = int(rollouts.sizes.min(initial=rollouts.num_rows))
     if (rollouts.sizes == size).all():
         return size, rollouts.alive
-    place = pd.Series(rollouts.group).groupby(rollouts.group).cumcount().to_numpy()
-    first = place < size
+    first = places(rollouts.group) < size
     return size, differ(rollouts.signals[first], rollouts.group[first], rollouts.num_groups)
 
 

@@ -100,6 +100,7 @@ def rows_of(columns: dict[str, Any], places: np.ndarray) -> dict[str, Any]:
     taken: dict[str, Any] = {}
     for name, values in columns.items():
         if isinstance(values, torch.Tensor) and values.ndim > 0:
+            index = index.to(values.device)  # copied once: all are on one device
             taken[name] = values[index]
         elif isinstance(values, list) and (name in _COUNTS or isinstance(values[0], torch.Tensor)):
             taken[name] = [values[place] for place in places]

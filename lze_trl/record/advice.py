@@ -57,10 +57,12 @@ class Advice:
         known = [column[~np.isnan(column)] for column in rewards.T]
         others = [np.nansum(np.delete(rewards, i, axis=1), axis=1) for i in range(rewards.shape[1])]
         drawn = causes != "stopped"
+        if not drawn.any():
+            return
         whole = causes[drawn]
         numbers = {
-            **{cause: np.mean(whole == cause) if len(whole) else 0.0 for cause in CAUSES},
-            "dead": np.mean(whole != "") if len(whole) else 0.0,
+            **{cause: np.mean(whole == cause) for cause in CAUSES},
+            "dead": np.mean(whole != ""),
             "cut_off_rows": rows.mean(),
             "rate": learning_rate,
             "price": self._price(batch, forecasts),

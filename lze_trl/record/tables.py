@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ..batch import Batch, Table, group_mean
+from ..batch import Batch, Table, group_mean, places
 from .schema import NUM_ENERGY_BINS
 
 
@@ -113,9 +113,9 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
         )
     written = np.array([text is not None for text in rows["completion"]])
     if written.any():
-        places = {"prompt_id": prompts["prompt_id"][group], "index": pd.Series(group).groupby(group).cumcount()}
+        where = {"prompt_id": prompts["prompt_id"][group], "index": places(group)}
         own = {name: values for name, values in rows.items() if name != "group"}
-        tables["completions"] = to_table(facts | {name: values[written] for name, values in (places | own).items()})
+        tables["completions"] = to_table(facts | {name: values[written] for name, values in (where | own).items()})
     return tables
 
 

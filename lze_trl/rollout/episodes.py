@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from types import MethodType
 from typing import Any
 
 
@@ -80,9 +79,9 @@ class Guard:
         self._worker = None if time_limit is None else Worker()
         self.environment = factory() if self._worker is None else self._worker.call(factory)
         self.environment.lze_guard = self
-        for name, method in inspect.getmembers(type(self.environment), inspect.isfunction):  # as TRL finds them
+        for name, _ in inspect.getmembers(type(self.environment), inspect.isfunction):  # as TRL finds them
             if not name.startswith("_"):
-                setattr(self.environment, name, MethodType(self._guarded(name, method), self.environment))
+                setattr(self.environment, name, self._guarded(name, getattr(self.environment, name)))
 
     def _guarded(self, name: str, method: Callable) -> Callable:
         @functools.wraps(method)
@@ -150,11 +149,8 @@ class Episodes:
     def __init__(self):
         self._in_a_row: Counter[int] = Counter()  # by prompt id
 
-    def observe(self, prompt_ids: Sequence[int], prompts: Sequence[Any], reasons: Sequence[str | None]) -> int:
-        """
-        Enter the episodes of this process, in the order of their prompts, and return how many have failed. An [`EpisodeError`] if
-        the last three of a prompt have.
-        """
+    def observe(self, prompt_ids: Sequence[int], prompts: Sequence[Any], reasons: Sequence[str | None]):
+        """Enter the episodes of this process, in the order of their prompts. An [`EpisodeError`] if the last three of a prompt have failed."""
         for prompt_id, prompt, reason in zip(prompt_ids, prompts, reasons, strict=True):
             self._in_a_row[prompt_id] = 0 if reason is None else self._in_a_row[prompt_id] + 1
             if self._in_a_row[prompt_id] == MOST_FAILURES:
@@ -168,4 +164,3 @@ class Episodes:
                 "%d of %d episodes failed and are left out: their reward is None. The first one: %s.",
                 *(len(failed), len(reasons), failed[0]),
             )
-        return len(failed)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
-from ..batch import Batch, differ
+from ..batch import Batch, differ, places
 
 
 def represented(weights: np.ndarray, chances: np.ndarray) -> np.ndarray:
@@ -35,7 +34,7 @@ def mean_over_full_batch(values: np.ndarray, group: np.ndarray, first: np.ndarra
     sizes = np.bincount(group, minlength=len(first))
     if (sizes == sizes[0]).all():
         first = sizes
-    counted = pd.Series(group).groupby(group).cumcount().to_numpy() < first[group]
+    counted = places(group) < first[group]
     sums = np.bincount(group[counted], values[counted], minlength=len(first))
     return float(np.average(sums / np.minimum(first, sizes), weights=weights))
 
@@ -82,7 +81,7 @@ def uniform_sample(
     were then drawn to their end, 0 for those that were not, `None` if chance decided nothing. Both have shape `(P,)`. `remembered`, shape
     `(n,)`, are the mean scores of the prompts that got none.
     """
-    rows = pd.Series(rollouts.group).groupby(rollouts.group).cumcount().to_numpy() < first[rollouts.group]
+    rows = places(rollouts.group) < first[rollouts.group]
     votes = np.where(rows, 1.0 / np.maximum(first, 1)[rollouts.group], 0.0)
     if chances is None:
         alive = differ(rollouts.signals[rows], rollouts.group[rows], len(first)).astype(np.float64)

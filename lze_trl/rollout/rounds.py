@@ -137,11 +137,11 @@ class Rounds:
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
             pending.request = self.passes.local(rows), unit
-            if engine.over_http and self.controller.by_group and counts.max() == unit:
+            if self.controller.by_group and counts.max() == unit:
                 reason = engine.waits_for
-                if reason is None:
+                if engine.over_http and reason is None:
                     pending.ahead = LookAhead(self, pending, drawn, engine)
-                elif not self._in_rounds:
+                elif reason is not None and not self._in_rounds:
                     self._in_rounds = True
                     logger.warning("Groups wait for the slowest completion of each round: %s.", reason)
 

@@ -57,8 +57,7 @@ def score_groups(
     uncertainty = outcome_uncertainty(rollouts.outcomes, group, num_groups)
     momentum = np.nan_to_num(pass_rate_momentum(pass_rates, average))
     energies = energy(difficulty, uncertainty, momentum, momentum_weight)
-    reward_mean = group_mean(rollouts.rewards, group, num_groups)
-    reward_variance = group_mean((rollouts.rewards - reward_mean[group]) ** 2, group, num_groups)
+    reward_variance = group_variance(rollouts.rewards, group, num_groups)
     prompt_tokens = np.zeros(num_groups, dtype=np.int64)
     np.maximum.at(prompt_tokens, group, rollouts.prompt_tokens)
     completion_tokens = np.bincount(group, weights=rollouts.completion_tokens, minlength=num_groups)
@@ -81,7 +80,7 @@ def score_groups(
         first_pass_rates=first,
         ema=average,
         visits=visits + 1,
-        reward_mean=reward_mean,
+        reward_mean=group_mean(rollouts.rewards, group, num_groups),
         reward_std=np.sqrt(reward_variance * differ(rollouts.rewards, group, num_groups)),
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens.astype(np.int64),

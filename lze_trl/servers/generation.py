@@ -119,6 +119,7 @@ class HTTPGeneration:
             export_weights(self.model, self.accelerator, directory, dtype=self._dtype)
         except Exception as error:  # perhaps on the main process alone, while the others go on
             failure = error
+            failure.add_note(f"If `{directory}` is full, give another one: `vllm_server_kwargs={{'sync_dir': ...}}`.")
         reference = logprobs(self.model, self._probe, self.accelerator.device)
 
         def load() -> tuple[str, dict[str, float]]:
@@ -151,8 +152,7 @@ class HTTPGeneration:
         Complete the prompts of this process's rows. Over all processes, each prompt is there `num_generations` times in a
         row; a group may begin on one process and end on another.
 
-        Returns, for the rows of this process, prompt ids, completion ids, log-probs and the tokens these are of. The latter
-        two have a last dimension of 1, as TRL's have.
+        Returns, for the rows of this process, prompt ids, completion ids, and log-probs with a last dimension of 1, as TRL's.
         """
         if images is not None and any(image is not None for image in images):
             raise ValueError("Images are not supported with `vllm_mode='http'`. Use `vllm_mode='server'` for them.")
@@ -168,17 +168,11 @@ class HTTPGeneration:
         completions = [completion for group in groups for completion in group]
         begin = sum(sizes[: self.accelerator.process_index])
         local = completions[begin : begin + len(prompts)]
-        return (
-            prompts,
-            [completion.token_ids for completion in local],
-            [[[logprob] for logprob in completion.logprobs] for completion in local],
-            [[[token] for token in completion.token_ids] for completion in local],
-        )
+        of_tokens = [[[logprob] for logprob in completion.logprobs] for completion in local]
+        return prompts, [completion.token_ids for completion in local], of_tokens, None
 
     def generate_groups(self, prompts: list[list[int]], counts: list[int]) -> list[list[Completion]]:
-        """
-        Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups.
-        """
+        """Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups."""
         mode = "train" if self.model.training else "eval"  # an evaluation changes nothing of the training
         groups = self._groups(prompts, counts, f"{mode}/{self.batches[mode]}")
         if self._begins:

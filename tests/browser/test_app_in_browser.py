@@ -2,18 +2,23 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
 import lze_trl
+import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app.charts import METRICS
 from lze_trl.app.meanings import MEANINGS
@@ -22,12 +27,60 @@ from lze_trl.record import Meta, TelemetryWriter, open_run
 from lze_trl.record.curves import curve
 from lze_trl.record.ledger import PLAIN, against_plain
 from lze_trl.record.schema import STATUS_FILE
-from test_telemetry import wait_for
-
-from .conftest import serve
+from test_telemetry import record_run, wait_for
 
 
+OFF = "gpu", "quic", "background-networking", "component-update", "sync"
+FLAGS = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in OFF)]
+pytestmark = pytest.mark.browser
 NASTY = '<script>alert("x")</script> <img src=x onerror=alert(1)> **bold** ${alert(2)} {{value}} `a`'
+
+
+@pytest.fixture(scope="session")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    executable = os.environ.get("LZE_CHROMIUM") or shutil.which("chromium")
+    if executable is None:
+        pytest.skip("Chromium is not installed (Debian: `apt-get install chromium`).")
+    with playwright.sync_playwright() as api:
+        chromium = api.chromium.launch(executable_path=executable, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that fails the test when its script does."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    problems = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("dialog", lambda dialog: (problems.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    yield page
+    context.close()
+    assert not problems
+
+
+def answers(address):
+    with suppress(OSError):
+        urllib.request.urlopen(address, timeout=5).close()
+        return True
+
+
+@contextmanager
+def serve(*runs):
+    """The app in a process of its own, as a user starts it; yields its address."""
+    port = str(tiny.free_port())
+    command = [sys.executable, "-m", "lze_trl.job.cli", "app", *map(str, runs), "--port", port]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    address = f"http://127.0.0.1:{port}/"
+    try:
+        wait_for(lambda: process.poll() is not None or answers(address), seconds=180)
+        assert process.poll() is None, process.communicate()[1]
+        yield address
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +131,6 @@ def cells(page, table):
         table,
     )
     return {first: others for first, *others in rows}
-
-
-def column(page, table, place):
-    return [row[place - 1] for row in cells(page, table).values()]
 
 
 def row(page, table, place):
@@ -154,10 +203,6 @@ TILES = """() => Object.fromEntries([...document.querySelectorAll("[data-tile]")
     (tile) => [tile.dataset.tile, [tile.querySelector("strong").innerText, tile.querySelector("small").innerText]]))"""
 
 
-def visits(page):
-    return int(page.locator("#lze-detail dl div", has_text="visits").locator("dd").inner_text())
-
-
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
     training = SyntheticTraining(num_prompts=60, groups_per_batch=16)
     recording = tmp_path / "live", training, 600, 0.1  # ten generation batches a second, for a minute
@@ -176,11 +221,12 @@ def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
         scroll.evaluate("(element) => element.scrollTop = 90")
         row(page, "#lze-prompts", 5).click()
         page.wait_for_selector("#lze-detail pre")
-        before = visits(page)
-        wait_for(lambda: visits(page) > before)
+        visits = page.locator("#lze-detail dl div", has_text="visits").locator("dd")
+        before = int(visits.inner_text())
+        wait_for(lambda: int(visits.inner_text()) > before)
         assert page.locator("#lze-prompts [aria-sort=ascending]").inner_text() == "visits"
         assert scroll.evaluate("(element) => element.scrollTop") == 90
-        found = [int(visits) for visits in column(page, "#lze-prompts", 8)]
+        found = [int(others[7]) for others in cells(page, "#lze-prompts").values()]
         assert found == sorted(found)
         page.get_by_role("checkbox", name="Live").uncheck()
 
@@ -246,10 +292,7 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     assert shown.locator(".lze-completion pre").all_inner_texts() == completions.completion.tolist()
     assert str(prompts.prompt_id[2]) in detail.inner_text()
     # An earlier visit
-    earlier = (
-        "SELECT DISTINCT step + 1 AS step FROM completions WHERE prompt_id = ? ORDER BY step DESC OFFSET 2 LIMIT 1"
-    )
-    step = run.sql(earlier, [int(prompts.prompt_id[2])]).step.item()
+    step = run.groups(int(prompts.prompt_id[2])).step.tolist()[-3] + 1
     page.locator("#lze-visit input").click()
     page.get_by_role("option", name=f"step {step}:").click()
     shown.get_by_role("heading", name=f"Completions at step {step}", exact=True).wait_for()
@@ -304,12 +347,9 @@ def test_runs_are_compared(page, address):
 
 def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=4).generations(1))
-    record.prompts["text"][:] = NASTY
-    record.rows["completion"][:] = NASTY
+    record.prompts["text"][:] = record.rows["completion"][:] = NASTY
     record.prompts["columns"][:] = [{NASTY: NASTY}] * len(record)
-    writer = TelemetryWriter(tmp_path / "nasty", Meta({NASTY: NASTY}, [NASTY, "b"]))
-    writer.record(record)
-    writer.close()
+    record_run(tmp_path / "nasty", [record], Meta({NASTY: NASTY}, [NASTY, "b"]))
     with serve(tmp_path / "nasty") as address:
         open_page(page, address)
         page.wait_for_selector(".js-plotly-plot:visible")
@@ -345,14 +385,8 @@ def test_states_without_data_are_worded(page, runs, tmp_path):
 
 def test_no_file_outside_the_runs_is_served(address, runs):
     root = Path(lze_trl.__file__).parents[1]
-    files = {
-        "/etc/passwd": Path("/etc/passwd"),
-        str(runs / "lze-a" / "telemetry" / "meta.json"): runs / "lze-a" / "telemetry" / "meta.json",
-        "lze_trl/hub.py": root / "lze_trl" / "hub.py",
-        "setup.cfg": root / "setup.cfg",
-    }
-    for target, file in files.items():
-        secret = max(file.read_bytes().splitlines(), key=len)
+    for target in ("/etc/passwd", str(runs / "lze-a" / "telemetry" / "meta.json"), "lze_trl/hub.py", "setup.cfg"):
+        secret = max((root / target).read_bytes().splitlines(), key=len)
         for route in ("gradio_api/file=", "file=", "file/", "static/", "gradio_api/file=../../../../"):
             try:
                 with urllib.request.urlopen(address + route + urllib.parse.quote(target)) as answer:
@@ -377,8 +411,7 @@ def test_readable_on_a_phone(browser, address):
         open_page(page, address, tab, __theme="dark")
         page.wait_for_timeout(1500)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    tabs = [page.get_by_role("tab", name=tab).bounding_box() for tab in TABS]
-    assert len({box["y"] for box in tabs}) == 1  # in one row
+    wait_for(lambda: len({page.get_by_role("tab", name=tab).bounding_box()["y"] for tab in TABS}) == 1)  # in one row
     open_tab(page, "Prompts")
     wait_for(lambda: len(cells(page, "#lze-prompts")) > 10)
     # A prompt that is opened comes into sight, before the chart of all prompts

@@ -1,7 +1,6 @@
 """Real vLLM servers for the tests of this folder."""
 
 import sys
-from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -37,11 +36,8 @@ def session_servers(models, tmp_path_factory):
     if not (ENVIRONMENT / ".installed").exists():
         pytest.skip(f"{ENVIRONMENT.name} is not there: make vllm-env")
     logs = tmp_path_factory.mktemp("logs")
-    servers = {
-        "first": RealServer(models["untied"], logs / "first.log"),
-        "second": RealServer(models["untied"], logs / "second.log"),
-        "tied": RealServer(models["tied"], logs / "tied.log"),
-    }
+    served = {"first": "untied", "second": "untied", "tied": "tied"}
+    servers = {name: RealServer(models[model], logs / f"{name}.log") for name, model in served.items()}
     for server in servers.values():
         server.start()
     yield servers
@@ -49,18 +45,15 @@ def session_servers(models, tmp_path_factory):
         server.kill()
 
 
-class Awaited(UserDict):
+class Awaited(dict):
     """Servers by their names, waited for when a test asks for one the first time."""
 
     def __init__(self, servers: dict[str, RealServer]):
-        super().__init__(servers)
-        self.asked: set[str] = set()
+        self.servers = servers
 
-    def __getitem__(self, name: str) -> RealServer:
-        if name not in self.asked:
-            super().__getitem__(name).ensure()
-        self.asked.add(name)
-        return super().__getitem__(name)
+    def __missing__(self, name: str) -> RealServer:
+        self.servers[name].ensure()
+        return self.setdefault(name, self.servers[name])
 
 
 @pytest.fixture

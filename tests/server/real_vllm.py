@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+import agents
 import tiny
 
 
@@ -16,18 +17,7 @@ ENVIRONMENT = REPOSITORY / os.environ.get("VLLM_VENV", ".venv-vllm")
 def small_model(seed: int = 0, tied: bool = False, **changes) -> Qwen2ForCausalLM:
     """A Qwen2 model with the smallest attention heads that vLLM knows on a CPU."""
     torch.manual_seed(seed)
-    settings = {
-        "vocab_size": len(tiny.tokenizer()),
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": tied,
-        "initializer_range": 0.2,  # far from uniform, so that wrong weights show
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-    }
-    return Qwen2ForCausalLM(Qwen2Config(**(settings | changes)))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    # Far from uniform, so that wrong weights show
+    sizes |= {"tie_word_embeddings": tied, "initializer_range": 0.2} | changes
+    return Qwen2ForCausalLM(Qwen2Config(**agents.text_config(len(tiny.tokenizer()), **sizes)))

@@ -1,11 +1,4 @@
-"""
-Evaluation by real vLLM servers. Locked here:
-
-- at temperature 0, a server and transformers give the same completion for at least 95 of 100 problems, chat or not;
-- sampled with seeds, one server and two give the same completions, to the same share;
-- servers share the requests;
-- a training that generates over HTTP evaluates the weights of each step.
-"""
+"""Evaluation by real vLLM servers: the completions of 95 of 100 problems are those of transformers, or of another server."""
 
 import httpx2
 import pytest
@@ -90,7 +83,7 @@ def test_what_does_not_fit_is_refused(servers, models):
 
 def test_the_command_evaluates_servers(servers, tmp_path, capsys):
     path, folder = tmp_path / "sums.jsonl", tmp_path / "evaluation"
-    path.write_text("".join(f'{{"question": "{i}+{i}=", "answer": "{2 * i}"}}\n' for i in range(8)))
+    tiny.prompts(8).to_json(path)
     flags = ["--tasks", str(path), "--no_chat", "--max_tokens", "6", "--output", str(folder), "--prompt_suffix", ""]
     main(["eval", "--server", servers["first"].url, servers["second"].url, *flags])
     assert len(read_samples(folder / "sums.jsonl")) == 8
@@ -98,23 +91,11 @@ def test_the_command_evaluates_servers(servers, tmp_path, capsys):
 
 
 def test_a_training_over_http_evaluates_the_weights_of_each_step(servers, models, tmp_path):
-    for name, rows in (("train", tiny.prompts(12)), ("sums", tiny.prompts(40))):
-        rows.to_json(tmp_path / f"{name}.jsonl")
-    recipe = tiny.recipe(
-        tmp_path,
-        model_name_or_path=str(models["untied"]),
-        output_dir=str(tmp_path / "run"),
-        datasets=[str(tmp_path / "train.jsonl")],
-        max_completion_length=12,
-        max_steps=2,
-        learning_rate=1e-2,
-        use_vllm=True,
-        vllm_mode="http",
-        vllm_server_urls=[servers["first"].url],
-        eval_tasks=[str(tmp_path / "sums.jsonl")],
-        eval_tasks_steps=2,
-    )
-    run(*parse_recipe(["--config", recipe]))
+    keys = tiny.job(tmp_path, train=12, sums=40) | {"model_name_or_path": str(models["untied"]), "max_steps": 2}
+    keys |= {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": [servers["first"].url]}
+    keys |= {"eval_tasks": [str(tmp_path / "sums.jsonl")], "eval_tasks_steps": 2}
+    keys |= {"max_completion_length": 12, "learning_rate": 1e-2}
+    run(*parse_recipe(["--config", tiny.recipe(tmp_path, **keys)]))
     folder = tmp_path / "run" / "evaluations"
     found = [read_samples(folder / name / "sums.jsonl") for name in ("step-000000", "step-000002")]
     for directory, samples in zip((models["untied"], tmp_path / "run"), found, strict=True):

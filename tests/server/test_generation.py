@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from real_vllm import small_model
 from safetensors.torch import load_file, save_file
@@ -21,11 +20,6 @@ from lze_trl.servers.sync import logprobs
 from lze_trl.servers.weights import export_weights
 
 
-@pytest.fixture(scope="module")
-def accelerator():
-    return Accelerator(cpu=True)
-
-
 @pytest.fixture(scope="session")
 def tokenizer(models):
     return AutoTokenizer.from_pretrained(models["untied"])  # as the server loads it
@@ -34,13 +28,9 @@ def tokenizer(models):
 @pytest.fixture
 def connect(accelerator, tokenizer):
     def make(model, *servers, **settings):
-        defaults = {
-            "max_completion_length": 12,
-            "vllm_server_timeout": 30.0,
-            "vllm_server_kwargs": {"recovery_timeout": 300.0},
-        }
-        settings = http_settings([server.url for server in servers], **(defaults | settings))
-        return HTTPGeneration(model, accelerator, tokenizer, settings)
+        own = {"max_completion_length": 12, "vllm_server_timeout": 30.0}
+        own |= {"vllm_server_kwargs": {"recovery_timeout": 300.0}} | settings
+        return HTTPGeneration(model, accelerator, tokenizer, http_settings([s.url for s in servers], **own))
 
     return make
 
@@ -88,9 +78,10 @@ def test_the_tied_embeddings_trap_is_caught(servers, connect, accelerator, tmp_p
         tensors = load_file(path)
         tensors.pop("lm_head.weight", None)
         save_file(tensors, path)
-    index = json.loads((tmp_path / "weights" / "model.safetensors.index.json").read_text())
+    path = tmp_path / "weights" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
     del index["weight_map"]["lm_head.weight"]
-    (tmp_path / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
+    path.write_text(json.dumps(index))
     probe = generation._probe
     reference = logprobs(model, probe, torch.device("cpu"))
     with pytest.raises(ServerMismatchError, match=rf"{servers['tied'].url} .*differ .*lm_head\.weight"):

@@ -1,6 +1,5 @@
 """Training with completions from real vLLM servers."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,7 @@ from safetensors.torch import load_file
 
 import play_run
 import tiny
-from launches import by_accelerate, on_two_cpus, run_to_end
-from lze_trl import LZEGRPOTrainer
+from launches import by_accelerate, on_two_cpus, records, run_to_end, write
 from lze_trl.evaluation.engines import ServerEngine
 from process_run import RecordingSelector
 
@@ -24,17 +22,11 @@ def sampled(session_servers, models, tmp_path_factory) -> list[dict]:
     """What each of two processes has left of 20 steps with a server."""
     directory = tmp_path_factory.mktemp("zero3")
     session_servers["first"].ensure()
-    settings = {
-        "model": str(models["untied"]),
-        "urls": [session_servers["first"].url],
-        "per_device_train_batch_size": 32,
-        "learning_rate": 3e-3,
-        "optim": "adamw_torch",
-        "max_steps": 20,
-    }
-    (directory / "settings.json").write_text(json.dumps({"sampled": settings}))
-    run_to_end([*by_accelerate(directory, on_two_cpus("zero3")), SCRIPT, directory], env={"DS_ACCELERATOR": "cpu"})
-    return [json.loads((directory / f"sampled.{rank}.json").read_text()) for rank in range(2)]
+    settings = {"per_device_train_batch_size": 32, "learning_rate": 3e-3, "optim": "adamw_torch", "max_steps": 20}
+    settings |= {"model": str(models["untied"]), "urls": [session_servers["first"].url]}
+    command = [*by_accelerate(directory, on_two_cpus("zero3")), SCRIPT, write(directory, {"sampled": settings})]
+    run_to_end(command, env={"DS_ACCELERATOR": "cpu"})
+    return records(directory, "sampled", 2)
 
 
 def test_twenty_steps_under_zero3(sampled):
@@ -46,10 +38,8 @@ def test_twenty_steps_under_zero3(sampled):
     differences = [difference for _, *of_servers in first["differences"] for difference in of_servers]
     assert len(differences) == 20
     assert max(differences) < 1e-3
-    assert len({version for version, *_ in first["differences"]}) + first["skipped"] in (
-        20,
-        21,
-    )  # the last step may be one
+    versions = {version for version, *_ in first["differences"]}
+    assert len(versions) + first["skipped"] in (20, 21)  # the last step may be one
     # The model learns from the chosen groups alone, and what it has learned is pruned
     early, late = first["pass_rates"][:4], first["pass_rates"][-4:]
     assert sum(late) / 4 > sum(early) / 4 + 0.2
@@ -62,12 +52,8 @@ def make_trainer(directory, model, urls, rewards, **settings):
     over_http = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": urls} if urls else {}
     greedy = {"temperature": 0.0} if urls else {"do_sample": False}
     settings = {"generation_kwargs": greedy, "max_completion_length": 6} | over_http | settings
-    return LZEGRPOTrainer(
-        model=str(model),
-        reward_funcs=rewards,
-        args=tiny.config(directory, **settings),
-        train_dataset=tiny.prompts(17),
-    )
+    given = {"model": str(model), "processing_class": None}
+    return tiny.make(directory, reward_funcs=rewards, dataset=tiny.prompts(17), trainer=given, **settings)
 
 
 def test_servers_and_transformers_complete_alike(servers, models, tmp_path):

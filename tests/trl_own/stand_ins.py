@@ -3,6 +3,7 @@
 import re
 import runpy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import chat_template_utils as templates
 
-from agents import ImagesOnly
+import agents
 
 
 TESTS = "tests/test_grpo_trainer.py"
@@ -40,65 +41,55 @@ ADDED = re.findall(
 )
 SHOWN = {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 FIRST_ADDED = (151_643, 248_044)  # by Qwen2.5 and Qwen3, and by Qwen3.5
-# Other ids in completions of TRL's tests, and what they are in those vocabularies. The first 256 are the bytes here too.
+# What else is in completions of TRL's tests, and its ids in those vocabularies. The first 256 are the bytes here too
 WORDS = {
-    293: " b",
-    314: " {",
-    330: ' "',
-    397: ">\n",
-    411: "out",
-    450: "dec",
-    497: '",',
-    510: "</",
-    522: "</",
-    606: "name",
-    788: '":',
-    866: " any",
-    894: " any",
-    914: "'t",
-    927: "sh",
-    944: "'t",
-    1318: "text",
-    1366: " know",
-    1414: " know",
-    1459: " don",
-    1513: " don",
-    1628: "function",
-    2765: " won",
-    4913: '{"',
-    5212: ' {"',
-    5224: " tool",
-    5392: " tool",
-    6023: "hi",
-    6659: "call",
-    7692: "async",
-    9520: "step",
-    11248: "}}\n",
-    13477: "rement",
-    13744: "=s",
-    14172: "tool",
-    16252: " increment",
-    16370: "arguments",
-    16936: "Done",
-    17453: "Done",
-    22076: "_tool",
-    22785: "_tool",
-    30091: "creenshot",
-    35744: "increment",
-    64648: "multiply",
-    93054: "_multiply",
-    95642: '"}}\n',
+    " b": [293],
+    " {": [314],
+    ' "': [330],
+    ">\n": [397],
+    "out": [411],
+    "dec": [450],
+    '",': [497],
+    "</": [510, 522],
+    "name": [606],
+    '":': [788],
+    " any": [866, 894],
+    "'t": [914, 944],
+    "sh": [927],
+    "text": [1318],
+    " know": [1366, 1414],
+    " don": [1459, 1513],
+    "function": [1628],
+    " won": [2765],
+    '{"': [4913],
+    ' {"': [5212],
+    " tool": [5224, 5392],
+    "hi": [6023],
+    "call": [6659],
+    "async": [7692],
+    "step": [9520],
+    "}}\n": [11248],
+    "rement": [13477],
+    "=s": [13744],
+    "tool": [14172],
+    " increment": [16252],
+    "arguments": [16370],
+    "Done": [16936, 17453],
+    "_tool": [22076, 22785],
+    "creenshot": [30091],
+    "increment": [35744],
+    "multiply": [64648],
+    "_multiply": [93054],
+    '"}}\n': [95642],
 }
-OWN = list(dict.fromkeys(WORDS.values()))
+IDS = {number: 256 + place for place, numbers in enumerate(WORDS.values()) for number in numbers}
+IDS |= {first + place: SIZE + place for first in FIRST_ADDED for place in range(len(ADDED))}
 LIST = re.compile(r"\[\d+(?:, \d+)+\]")
 
 
 def own_id(number: int) -> int:
     """The id here of a token of Qwen's."""
-    if number in WORDS:
-        return 256 + OWN.index(WORDS[number])
-    added = next((number - first for first in FIRST_ADDED if 0 <= number - first < len(ADDED)), None)
-    return number if added is None else SIZE + added
+    return IDS.get(number, number)
 
 
 def with_own_ids(source: str) -> str:
@@ -113,10 +104,8 @@ def tokenizer(template: str = "qwen2_5", **special: str) -> PreTrainedTokenizerF
     other = [byte for byte in range(256) if byte not in printable]
     letter = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(other)}
     # Of many lengths, which some rewards go by
-    texts = [*OWN, *(f" {number}{'x' * (number % 11)}" for number in range(256 + len(OWN), SIZE))]
-    tokens = [letter[byte] for byte in printable + other] + [
-        "".join(letter[byte] for byte in text.encode()) for text in texts
-    ]
+    texts = [*WORDS, *(f" {number}{'x' * (number % 11)}" for number in range(256 + len(WORDS), SIZE))]
+    tokens = [*letter.values(), *("".join(letter[byte] for byte in text.encode()) for text in texts)]
     backend = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -130,86 +119,37 @@ def tokenizer(template: str = "qwen2_5", **special: str) -> PreTrainedTokenizerF
 
 # ---- Models ----
 
-Builder = Callable[[], tuple[Any, Any]]
-WIDTHS = {
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 32,
-}
+WIDTHS = {"hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDTHS |= {"num_hidden_layers": 2, "intermediate_size": 32}
 WIDER = WIDTHS | {"hidden_size": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def _ids(encoder: PreTrainedTokenizerFast) -> dict[str, Any]:
-    return {
-        "vocab_size": len(encoder),
-        "bos_token_id": encoder.pad_token_id,
-        "eos_token_id": encoder.eos_token_id,
-        "pad_token_id": encoder.pad_token_id,
-    }
+    pad = encoder.pad_token_id
+    return {"vocab_size": len(encoder), "bos_token_id": pad, "eos_token_id": encoder.eos_token_id, "pad_token_id": pad}
 
 
-def text(family: str, head: str = "ForCausalLM", template: str = "qwen2_5", **settings: Any) -> Builder:
+def text(family: str, head: str = "ForCausalLM", template: str = "qwen2_5", **settings: Any) -> tuple[Any, Any]:
     """A model that reads text, by the name of its family in transformers."""
-
-    def build() -> tuple[Any, Any]:
-        encoder = tokenizer(template)
-        config = getattr(transformers, f"{family}Config")(**WIDTHS | _ids(encoder) | settings)
-        return getattr(transformers, f"{family}{head}")(config), encoder
-
-    return build
+    encoder = tokenizer(template)
+    config = getattr(transformers, f"{family}Config")(**WIDTHS | _ids(encoder) | settings)
+    return getattr(transformers, f"{family}{head}")(config), encoder
 
 
-def qwen_vision(family: str, template: str, text_settings: dict, **vision: Any) -> Builder:
-    """A model of Qwen that sees images. Its processor knows no videos, which need torchvision."""
-
-    def build() -> tuple[Any, Any]:
-        encoder = tokenizer(template)
-        number = encoder.convert_tokens_to_ids
-        config = getattr(transformers, f"{family}Config")(
-            text_config=WIDER | _ids(encoder) | text_settings,
-            vision_config={"depth": 2, "num_heads": 4, "hidden_size": 16, "intermediate_size": 32} | vision,
-            image_token_id=number("<|image_pad|>"),
-            video_token_id=number("<|video_pad|>"),
-            vision_start_token_id=number("<|vision_start|>"),
-            vision_end_token_id=number("<|vision_end|>"),
-            **{name: value for name, value in _ids(encoder).items() if name != "vocab_size"},
-        )
-        patch_size = config.vision_config.patch_size
-        side = patch_size * 2
-        pixels = transformers.Qwen2VLImageProcessor(
-            patch_size=patch_size, merge_size=2, min_pixels=side**2, max_pixels=4 * side**2
-        )
-        processor = ImagesOnly(pixels, encoder, chat_template=encoder.chat_template)
-        return getattr(transformers, f"{family}ForConditionalGeneration")(config), processor
-
-    return build
+def qwen_vision(family: str, template: str, text_settings: dict, **vision: Any) -> tuple[Any, Any]:
+    """A model of Qwen that sees images."""
+    encoder = tokenizer(template)
+    sizes = {"depth": 2, "num_heads": 4, "hidden_size": 16, "intermediate_size": 32}
+    return agents.qwen_of(family, encoder, WIDER | _ids(encoder) | text_settings, **sizes | vision)
 
 
 def llava_next() -> tuple[Any, Any]:
     """A model with images in tiles."""
     encoder = tokenizer("llava_next", image_token="<image>")
-    pixels = transformers.LlavaNextImageProcessor(
-        size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}, image_grid_pinpoints=[[8, 16], [16, 8]]
-    )
-    processor = transformers.LlavaNextProcessor(
-        image_processor=pixels,
-        tokenizer=encoder,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=encoder.chat_template,
-    )
-    vision = {name: value for name, value in WIDER.items() if name != "num_key_value_heads"}
-    config = transformers.LlavaNextConfig(
-        vision_config=transformers.CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **vision),
-        text_config=transformers.MistralConfig(**WIDER | _ids(encoder)),
-        image_token_index=encoder.convert_tokens_to_ids("<image>"),
-        image_grid_pinpoints=pixels.image_grid_pinpoints,
-    )
-    return transformers.LlavaNextForConditionalGeneration(config), processor
+    text = transformers.MistralConfig(**WIDER | _ids(encoder))
+    tiles = {"image_grid_pinpoints": [[8, 16], [16, 8]]}
+    return agents.llava_of("LlavaNext", transformers.LlavaNextImageProcessor, encoder, text, **tiles)
 
 
 def gemma3() -> tuple[Any, Any]:
@@ -234,49 +174,34 @@ def gemma3() -> tuple[Any, Any]:
 
 ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 10000.0}}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "full_attention_interval": 2}
-MODELS: dict[str, Builder] = {
-    "tiny-Qwen2ForCausalLM-2.5": text("Qwen2"),
-    "tiny-Qwen2ForSequenceClassification-2.5": text("Qwen2", "ForSequenceClassification", num_labels=1),
-    "tiny-Qwen3ForCausalLM": text("Qwen3", template="qwen3", head_dim=4),
-    "tiny-Qwen3ForSequenceClassification": text(
-        "Qwen3", "ForSequenceClassification", "qwen3", num_labels=1, head_dim=4
+CLASSIFIER = {"head": "ForSequenceClassification", "num_labels": 1}
+QWEN3 = {"template": "qwen3", "head_dim": 4}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MAMBA = {"hidden_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 4, "mamba_n_groups": 1, "ssm_state_size": 16}
+MAMBA |= {"layers_block_type": ["mamba", "attention", "moe"], "moe_shared_expert_intermediate_size": 32}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
+SEEN = {"patch_size": 4, "out_hidden_size": 16}
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "tiny-Qwen2ForCausalLM-2.5": partial(text, "Qwen2"),
+    "tiny-Qwen2ForSequenceClassification-2.5": partial(text, "Qwen2", **CLASSIFIER),
+    "tiny-Qwen3ForCausalLM": partial(text, "Qwen3", **QWEN3),
+    "tiny-Qwen3ForSequenceClassification": partial(text, "Qwen3", **CLASSIFIER, **QWEN3),
+    "tiny-Qwen3MoeForCausalLM": partial(text, "Qwen3Moe", norm_topk_prob=True, **QWEN3, **EXPERTS),
+    "tiny-LlamaForSequenceClassification-3.2": partial(text, "Llama", **CLASSIFIER),
+    "tiny-Cohere2ForCausalLM": partial(text, "Cohere2", logit_scale=1.0),
+    "tiny-Gemma2ForCausalLM": partial(text, "Gemma2", head_dim=4),
+    "tiny-Glm4MoeForCausalLM": partial(text, "Glm4Moe", head_dim=2, attention_bias=True, **ROUTED),
+    "tiny-GptOssForCausalLM": partial(text, "GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=4),
+    "tiny-NemotronHForCausalLM-nano": partial(text, "NemotronH", **MAMBA, **ROUTED),
+    "tiny-Qwen2VLForConditionalGeneration": partial(
+        qwen_vision, "Qwen2VL", "qwen2_5_vl", ROPE, embed_dim=16, hidden_size=16, patch_size=4, mlp_ratio=2
     ),
-    "tiny-Qwen3MoeForCausalLM": text("Qwen3Moe", template="qwen3", head_dim=4, norm_topk_prob=True, **EXPERTS),
-    "tiny-LlamaForSequenceClassification-3.2": text("Llama", "ForSequenceClassification", num_labels=1),
-    "tiny-Cohere2ForCausalLM": text("Cohere2", logit_scale=1.0),
-    "tiny-Gemma2ForCausalLM": text("Gemma2", head_dim=4),
-    "tiny-Glm4MoeForCausalLM": text(
-        "Glm4Moe", moe_intermediate_size=32, head_dim=2, n_routed_experts=4, num_experts_per_tok=2, attention_bias=True
+    "tiny-Qwen2_5_VLForConditionalGeneration": partial(
+        qwen_vision, "Qwen2_5_VL", "qwen2_5_vl", ROPE, fullatt_block_indexes=[1], **SEEN
     ),
-    "tiny-GptOssForCausalLM": text("GptOss", num_local_experts=4, num_experts_per_tok=2, head_dim=4),
-    "tiny-NemotronHForCausalLM-nano": text(
-        "NemotronH",
-        hidden_size=16,
-        layers_block_type=["mamba", "attention", "moe"],
-        mamba_num_heads=8,
-        mamba_head_dim=4,
-        mamba_n_groups=1,
-        ssm_state_size=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32,
-    ),
-    "tiny-Qwen2VLForConditionalGeneration": qwen_vision(
-        "Qwen2VL", "qwen2_5_vl", ROPE, embed_dim=16, hidden_size=16, patch_size=4, mlp_ratio=2
-    ),
-    "tiny-Qwen2_5_VLForConditionalGeneration": qwen_vision(
-        "Qwen2_5_VL", "qwen2_5_vl", ROPE, patch_size=4, out_hidden_size=16, fullatt_block_indexes=[1]
-    ),
-    "tiny-Qwen3_5ForConditionalGeneration-NoThink": qwen_vision(
-        "Qwen3_5", "qwen3_5_nothink", LINEAR, patch_size=4, out_hidden_size=16
-    ),
-    "tiny-Qwen3_5MoeForConditionalGeneration-3.6": qwen_vision(
-        "Qwen3_5Moe",
-        "qwen3_6",
-        LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32},
-        patch_size=4,
-        out_hidden_size=16,
+    "tiny-Qwen3_5ForConditionalGeneration-NoThink": partial(qwen_vision, "Qwen3_5", "qwen3_5_nothink", LINEAR, **SEEN),
+    "tiny-Qwen3_5MoeForConditionalGeneration-3.6": partial(
+        qwen_vision, "Qwen3_5Moe", "qwen3_6", LINEAR | SHARED, **SEEN
     ),
     "tiny-LlavaNextForConditionalGeneration": llava_next,
     "tiny-Gemma3ForConditionalGeneration": gemma3,
