@@ -25,7 +25,7 @@ from .config import LZEGRPOConfig
 from .engine import Engine, altered, rehearsal, without_vllm
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
-from .plan.passes import Passes
+from .plan.passes import NoRows, Passes
 from .plan.planners import Planner
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
@@ -291,9 +291,8 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _used_columns(self, dataset: Any) -> Any:
         """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""
-        if not (
-            self.args.remove_unused_columns and isinstance(dataset, Dataset)
-        ):  # the names of a stream may be unknown
+        # The names of a stream may be unknown
+        if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
         used = self._remove_unused_columns(dataset, description="training")
         return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
@@ -302,7 +301,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
         args = copy.copy(self.args)
         args.remove_unused_columns = False  # they are removed here
-        dataset = self._used_columns(self.train_dataset)
+        dataset, counts = self.train_dataset, self.passes.mode == "refill"
+        dataset = NoRows(len(dataset)) if counts else self._used_columns(dataset)
         with altered(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
@@ -311,13 +311,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         sampler: Any = super()._get_train_sampler(dataset)
         if type(sampler) is not RepeatSampler:  # another class has come between TRL's and ours
             return sampler
-        if self.passes.grows:
-            # Whole optimizer steps, however few seeds there are
-            return bytes(
-                self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
-            )
-        if self.passes.mode == "refill":
-            return bytes(len(sampler))  # of zeros: our stream picks the prompts: the loader only counts micro-steps
+        if self.passes.mode == "refill":  # whole optimizer steps, however few seeds there are
+            least = self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
+            return range(least if self.passes.grows else len(sampler))
         repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
         return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
 

@@ -214,7 +214,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 16_059, "core": 11_520, "tests": 16_503}
+LINES = {"package": 16_058, "core": 11_519, "tests": 16_525}
 """Most lines of Python, scripts and styles. It goes down."""
 
 

@@ -5,7 +5,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, Image, IterableDataset, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +31,13 @@ def test_what_makes_a_prompt():
     system = [{"role": "system", "content": "1+1="}]
     rows = ("1+1=",), ("1+1=", "2"), ("1+1=", 2), ("1+1=2",), (question,), (system,), (question * 2,)
     assert len({prompt_id(*row) for row in rows}) == 7
+
+
+def test_images_count_as_they_are_stored():
+    stored = [{"bytes": content, "path": None} for content in (b"no picture", b"another", b"no picture")]
+    columns = {"prompt": ["?"] * 3, "image": stored}  # nothing that could be decoded
+    data = Dataset.from_dict(columns, features=Features({"prompt": Value("string"), "image": Image()}))
+    assert len(add_prompt_ids(data)) == 2
 
 
 def test_keys_without_a_value_are_no_content():

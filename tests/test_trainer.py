@@ -222,3 +222,13 @@ def test_skipped_prompts_weigh_in_the_loss_over_all_rows_as_dead_groups(tmp_path
     assert runs[1].ledger.visits_skipped > 4
     assert runs[0].ledger.groups_trained == runs[1].ledger.groups_trained > 4
     assert distance(*runs) < 1e-5
+
+
+def test_only_rows_that_are_rolled_out_are_read(tmp_path):
+    read: list[str] = []
+    data = tiny.prompts(11).with_transform(lambda rows: read.extend(rows["prompt"]) or rows)
+    shape = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4, "pruning": "refill"}
+    trainer = tiny.make(tmp_path, dataset=data, **shape)
+    read.clear()
+    trainer.train()
+    assert len(read) == 9  # three batches of three prompts

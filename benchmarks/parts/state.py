@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,12 @@ def distinct_ids(count: int, rng: np.random.Generator) -> np.ndarray:
 def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
     rng = np.random.default_rng(count)
     ids = distinct_ids(count, rng)
+    tracemalloc.start()
     state = PromptState(expected=count)
     for start in range(0, count, _FILL):
         state.visit(rollouts(ids[start : start + _FILL], 2, rng))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     milliseconds = []
     for _ in range(repetitions):
         batch = rollouts(rng.choice(ids, BATCH, replace=False), GROUP_SIZE, rng)
@@ -64,7 +68,7 @@ def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
         load_seconds.append(time.perf_counter() - begin)
     return {
         "prompts": count,
-        "megabytes": state.nbytes / 1e6,
+        "megabytes": held / 1e6,
         "batch_milliseconds": milliseconds,
         "save_seconds": save_seconds,
         "load_seconds": load_seconds,

@@ -41,10 +41,10 @@ def _content(value: Any) -> Any:
 
 
 def _as_text(value: Any) -> str:
-    if isinstance(value, bytes | date | time | timedelta | Decimal):
+    if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
-    if hasattr(value, "tobytes"):  # images and arrays
-        return xxhash.xxh64(value.tobytes()).hexdigest()
+    if isinstance(value, bytes) or hasattr(value, "tobytes"):  # images and arrays
+        return xxhash.xxh64(value if isinstance(value, bytes) else value.tobytes()).hexdigest()
     raise TypeError(
         f"Rows of the training set are recognised by the JSON of their values, and a `{type(value).__name__}` has none. Give "
         "each row a `prompt_id`, or remove the column."
@@ -70,9 +70,9 @@ def add_prompt_ids(
     Add the column `lze_prompt_id`, and keep only the first row of each prompt.
 
     A prompt is the content of its row, see [`prompt_id`], or the value of a user's own `prompt_id` column where it has one.
-    With a transform (`Dataset.set_transform`), the row before the transform counts. Without `deduplicate`, each further row
-    of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids. `needs_prompt` is off where an
-    environment makes prompts of the other columns.
+    With a transform (`Dataset.set_transform`), the row before the transform counts, and images count as they are stored. Without
+    `deduplicate`, each further row of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids.
+    `needs_prompt` is off where an environment makes prompts of the other columns.
     """
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
@@ -84,16 +84,16 @@ def add_prompt_ids(
     columns = dataset.column_names or shown
     answer = next((name for name in _ANSWER_COLUMNS if name in columns), None)
 
-    def ids(batch):
-        rows = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-        return {ID_COLUMN: [id_of(row, answer) for row in rows]}
-
     if isinstance(dataset, IterableDataset):
-        return dataset.map(ids, batched=True)
+        return dataset.map(lambda row: {ID_COLUMN: id_of(row, answer)})
 
-    # Only the ids are written, not the other columns again
-    made = dataset.with_format(None).map(
-        ids, batched=True, remove_columns=columns, desc="Prompt ids", load_from_cache_file=False
+    # Only the ids are written, not the other columns again; images are not decoded
+    made = dataset.with_format("arrow").map(
+        lambda rows: {ID_COLUMN: [id_of(row, answer) for row in rows.to_pylist()]},
+        batched=True,
+        remove_columns=columns,
+        desc="Prompt ids",
+        load_from_cache_file=False,
     )
     view = _transform(dataset)
     values = np.asarray(made.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)

@@ -21,11 +21,6 @@ class RowIndex:
     def __len__(self) -> int:
         return sum(len(ids) for ids, _ in self._runs)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of the index, in bytes."""
-        return sum(ids.nbytes + rows.nbytes for ids, rows in self._runs)
-
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Row of each id, shape `(n,)`, int64; −1 for an unknown id."""
         found = np.full(len(ids), -1, dtype=np.int64)

@@ -70,11 +70,6 @@ class PromptState:
         """View of one column over the visited prompts, shape `(len(self),)`."""
         return self._table[name][: len(self)]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of table and index, in bytes."""
-        return self._table.nbytes + self._index.nbytes
-
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Row of each prompt, shape `(n,)`; −1 if it was never visited."""
         return self._index.find(prompt_ids)

@@ -29,6 +29,19 @@ class Plan:
     skipped: np.ndarray = field(default_factory=_NOTHING.copy)  # ids that the planner left out since the last batch
 
 
+class NoRows:
+    """The rows of a loader that only counts micro-steps, because a stream of ours reads the training set: as many, all empty."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {}
+
+
 @dataclass(kw_only=True)
 class Passes:
     """
