@@ -169,7 +169,9 @@ class GenerationStep:
             self.advice.see(drawn, drawn.prompts.cause, forecasts, engine.learning_rate)
             chosen = self._select(drawn, wanted)
             weights = ask_keep(self.controller, drawn, self._rng("keep"))
-            rows = np.flatnonzero(chosen[drawn.group] & (weights > 0))
+            # Rows without a loss token, as of truncated completions, only fill micro-batches
+            least = int(self.args.loss_normalizer == "all" and self.args.selector != "all")
+            rows = np.flatnonzero(chosen[drawn.group] & (weights > 0) & (drawn.loss_tokens >= least))
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):

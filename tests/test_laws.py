@@ -174,6 +174,14 @@ def test_the_default_strategy_is_the_full_batch(tmp_path, loss_type, shape_name,
     assert distance(ours, plain(loss_type, shape_name)) < 1e-5
 
 
+def test_rows_without_a_loss_token_are_left_out_of_the_update(tmp_path):
+    settings = shape("one step") | {"strategy": "exact", "mask_truncated_completions": True}
+    ours, theirs = (train(cls, tmp_path / cls.__name__, **settings) for cls in (LZEGRPOTrainer, GRPOTrainer))
+    assert moved(theirs) > 1e-3 > 1e-5 > distance(ours, theirs)
+    ended = sum(12 * (1.0 - share) for share in tiny.history(ours, "completions/clipped_ratio"))
+    assert 0 < ours.ledger.rows_trained < round(ended) < ours.ledger.rows_rolled_out == 60
+
+
 CLIPPED = {"epsilon": 5e-4, "selection_ratio": 0.7, "top_k": 0}
 PACKED = [
     *(
