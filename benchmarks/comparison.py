@@ -70,6 +70,11 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
     return np.array([np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))])
 
 
+def processor(machine: dict[str, Any]) -> str:
+    """The GPU of a machine, if it has one, and its processor."""
+    return ", ".join(machine[name] for name in ("gpu", "cpu") if name in machine)
+
+
 def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
     """
     Curve of a result file.
@@ -99,7 +104,7 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
         shares={
             cost: {phase: last[cost][phase] / last[cost]["total"] for phase in PHASES} for cost in ("flops", "seconds")
         },
-        processor=" ".join(result["machine"].get(name, "") for name in ("gpu", "cpu")),
+        processor=processor(result["machine"]),
     )
 
 

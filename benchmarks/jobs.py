@@ -60,6 +60,8 @@ class Options:
     def __post_init__(self):
         if self.jobs < 1:
             raise BenchError(f"`--jobs` must be at least 1, got {self.jobs}.")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise BenchError(f"`--micro_batch` must be at least 1, got {self.micro_batch}.")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise BenchError(f"`--seeds` must be one or several different numbers, got {list(self.seeds)}.")
         if self.tune and set(self.seeds) & set(TUNING_SEEDS):
@@ -234,7 +236,11 @@ def _job(
     steps = options.steps or (definition.quick_steps if options.quick else definition.steps)
     training = definition.training | (definition.on_gpu if has_gpu() else {})
     if options.micro_batch is not None:
-        passes = training["generation_batch_size"] // options.micro_batch
+        passes, left = divmod(training["generation_batch_size"], options.micro_batch)
+        if left:
+            raise BenchError(
+                f"`--micro_batch` must divide the {training['generation_batch_size']} rows of a batch, got {options.micro_batch}."
+            )
         training |= {"per_device_train_batch_size": options.micro_batch, "gradient_accumulation_steps": passes}
     settings = RunSettings(
         task=task,

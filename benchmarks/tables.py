@@ -20,6 +20,7 @@ from .comparison import (
     mean_cost_to_target,
     on_one_processor,
     pairs,
+    processor,
     read_curve,
 )
 from .sections import Section
@@ -287,8 +288,7 @@ def _conditions(section: Section) -> str:
 
 
 def _machine(values: dict[str, Any]) -> str:
-    gpu = f"{values['gpu']}, " if "gpu" in values else ""
-    text = f"{gpu}{values['cpu']}, {values['cores']} cores, {values['threads']} thread(s) a run"
+    text = f"{processor(values)}, {values['cores']} cores, {values['threads']} thread(s) a run"
     if "at_once" not in values:
         return text
     return f"{text}, {values['at_once']} {'run' if values['at_once'] == 1 else 'runs'} at a time"

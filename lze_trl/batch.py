@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import pandas as pd
 
 
 if TYPE_CHECKING:  # the app reads batches without what trains
@@ -344,8 +343,12 @@ def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.nda
 
 
 def places(group: np.ndarray) -> np.ndarray:
-    """Place of each row among those of its group, counting from 0, shape `(B,)`."""
-    return pd.Series(group).groupby(group).cumcount().to_numpy()
+    """Place of each row among those of its group, or of another small number, counting from 0, shape `(B,)`."""
+    by_group = np.argsort(group, kind="stable")
+    first = np.concatenate([[0], np.cumsum(np.bincount(group))])
+    found = np.empty(len(group), dtype=np.int64)
+    found[by_group] = np.arange(len(group)) - first[group[by_group]]
+    return found
 
 
 def group_variance(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:

@@ -301,8 +301,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
         args = copy.copy(self.args)
         args.remove_unused_columns = False  # they are removed here
-        dataset, counts = self.train_dataset, self.passes.mode == "refill"
-        dataset = NoRows(len(dataset)) if counts else self._used_columns(dataset)
+        dataset = self._used_columns(self.train_dataset)
+        if self.passes.mode == "refill":
+            dataset = NoRows(len(dataset))
         with altered(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 

@@ -9,9 +9,16 @@ import pytest
 import tiny
 from bench_samples import settings, task_files
 from benchmarks import __main__ as command
+from benchmarks.jobs import Options, plan
 from benchmarks.settings import BenchError, RunSettings
 from benchmarks.tasks import TASKS, load, read_rows
 from launches import run_to_end
+
+
+@pytest.mark.parametrize("rows", [0, 48])
+def test_micro_batches_that_do_not_make_up_a_batch(tmp_path, rows):
+    with pytest.raises(BenchError, match="`--micro_batch` must"):
+        plan(Options(task="words", micro_batch=rows), {"words": task_files(tmp_path, range(7), [20])})
 
 
 def test_held_out_prompts_are_not_trained_on_and_split_once(tmp_path):

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from .. import run
-from ..comparison import Spread
+from ..comparison import Spread, processor
 
 
 LONGEST = 16_384
@@ -76,9 +75,7 @@ def verdict(value: float, target: float, least: bool = False) -> str:
 
 def circumstances(part: str) -> dict[str, Any]:
     """Machine, date and versions of a result."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    found = run.circumstances()
-    return {"part": part, **found, "machine": found["machine"] | {"device": device}}
+    return {"part": part, **run.circumstances()}
 
 
 def launch(command: list[str]):
@@ -100,8 +97,5 @@ def launch(command: list[str]):
 def measured_on(result: dict[str, Any]) -> str:
     """One line with the circumstances of a result."""
     found = result["machine"]
-    device = f"{found['device']}; " if found["device"] else ""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return (
-        f"{device}{found['cpu']}, {found['cores']} cores, {found['threads']} thread(s). {result['date']}. {versions}."
-    )
+    return f"{processor(found)}, {found['cores']} cores, {found['threads']} thread(s). {result['date']}. {versions}."

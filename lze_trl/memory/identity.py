@@ -43,8 +43,9 @@ def _content(value: Any) -> Any:
 def _as_text(value: Any) -> str:
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
-    if isinstance(value, bytes) or hasattr(value, "tobytes"):  # images and arrays
-        return xxhash.xxh64(value if isinstance(value, bytes) else value.tobytes()).hexdigest()
+    content = value.tobytes() if hasattr(value, "tobytes") else value  # images and arrays
+    if isinstance(content, bytes):
+        return xxhash.xxh64(content).hexdigest()
     raise TypeError(
         f"Rows of the training set are recognised by the JSON of their values, and a `{type(value).__name__}` has none. Give "
         "each row a `prompt_id`, or remove the column."

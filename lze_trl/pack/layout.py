@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import section
+from ..batch import places, section
 from .splits import Capacity, fewest_runs, split
 
 
@@ -116,7 +116,7 @@ def pack(
     capacity = Capacity(size * (prompt_tokens.max(initial=0) + longest), size * longest)
     if geometry.max_tokens is not None:
         capacity = Capacity(geometry.max_tokens, geometry.max_tokens)
-    turn = np.arange(len(chunk)) if owner is None else _turns(owner)
+    turn = np.arange(len(chunk)) if owner is None else places(owner)
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
         # Long rows first; completions decide among equals, and the rest come from all processes in turn
@@ -185,21 +185,12 @@ def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = 
     short = np.argsort(held, kind="stable")[:missing]
     share = np.full(num_processes, per_rank)
     share[short] -= 1
-    moves = _turns(rank) >= share[rank]
+    moves = places(rank) >= share[rank]
     rank[moves] = np.repeat(np.arange(num_processes), np.maximum(share - held, 0))
     padded = np.concatenate([rows, [rows[rank != other][-1] for other in short]]).astype(np.int64)
     order = np.argsort(np.concatenate([rank, short]), kind="stable")
     shape = num_processes, per_rank
     return MicroBatch(padded[order].reshape(shape), (order >= len(rows)).reshape(shape))
-
-
-def _turns(owner: np.ndarray) -> np.ndarray:
-    """Position of each row among those of its owner, shape `(n,)`."""
-    by_owner = np.argsort(owner, kind="stable")
-    first = np.concatenate([[0], np.cumsum(np.bincount(owner))])
-    turns = np.empty(len(owner), dtype=np.int64)
-    turns[by_owner] = np.arange(len(owner)) - first[owner[by_owner]]
-    return turns
 
 
 def padding_efficiency(
