@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+import torch
 import xxhash
+from accelerate import Accelerator
 from safetensors import SafetensorError
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -180,6 +182,23 @@ def how_to_resume(run_dir: str | Path, command: str) -> str:
     if checkpoint is None:
         return f"Stopped. `{run_dir}` holds no checkpoint yet, so the run starts again from its beginning."
     return f"Stopped. To go on from `{checkpoint}`: {command}."
+
+
+def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: int, run_dir: str | Path):
+    """
+    Raise `FloatingPointError` if a weight that is trained has become NaN or infinite: no checkpoint of it is to take the place of a
+    good one. All processes must call it.
+    """
+    trained = [getattr(weight, "ds_tensor", weight) for weight in model.parameters() if weight.requires_grad]  # ZeRO-3
+    own = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in trained]  # FSDP2
+    lost = torch.tensor(not all(bool(weight.isfinite().all()) for weight in own), device=accelerator.device)
+    if accelerator.gather(lost).any():
+        found = last_complete_checkpoint(run_dir)
+        raise FloatingPointError(
+            f"Weights are NaN or infinite after step {step}: a gradient was. The training ends, and saves none of them. "
+            f"{'No checkpoint was written yet.' if found is None else f'The last checkpoint is `{found}`.'} Look for the cause "
+            "before you go on: `docs/troubleshooting.md`, `grad_norm`."
+        )
 
 
 def find_state(directory: str | Path) -> Path:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -433,7 +434,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         return token_cost(self.accelerator.unwrap_model(self.model), self.args.gradient_checkpointing)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Differs from TRL: the savings so far are among the metrics, and all of them also go to the telemetry
+        # Differs from TRL: the savings so far are among the metrics, and all of them also go to the telemetry; ends where the
+        # weights are lost
+        if not math.isfinite(logs.get("grad_norm", 0.0)):  # with float16, weights may be as they were
+            store.refuse_lost_weights(self.model, self.accelerator, self.state.global_step, self.args.output_dir)
         step = self.generation_step
         if step.generation and not any(name.startswith("eval_") for name in logs):
             logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
@@ -550,6 +554,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model, trial):
         # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,
         # vouches for a checkpoint, after which older ones are deleted
+        store.refuse_lost_weights(self.model, self.accelerator, self.state.global_step, self.args.output_dir)
         directory = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
         if self.args.should_save:  # one that is there already is incomplete from here on
             Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)

@@ -111,3 +111,17 @@ def what_a_kill_leaves(run_dir: Path):
     counted = run.sql("SELECT generation, count(*) AS groups FROM groups GROUP BY generation ORDER BY generation")
     # Groups are written before their batch: those of the last one may be there without it
     assert counted.groups.tolist()[: len(generations)] == generations.groups.tolist()
+
+
+@pytest.mark.parametrize("logging_steps", [1, 100])
+def test_lost_weights_are_not_saved(tmp_path, logging_steps):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": logging_steps}
+    trainer = tiny.make(tmp_path, **settings, save_total_limit=1)
+    weight = next(trainer.model.parameters())
+    weight.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 3 else grad)
+    with pytest.raises(FloatingPointError, match="after step 4.*checkpoint-2"):
+        trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+    resumed = tiny.make(tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
