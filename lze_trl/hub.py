@@ -11,7 +11,7 @@ from .files import write_atomically
 from .record import MissingTelemetryError, open_run
 from .record.curves import held_out
 from .record.evaluations import FOLDER as EVALUATIONS
-from .record.evaluations import first_and_last, markdown, read_results
+from .record.evaluations import first_and_last, read_results, rows_of, text_table
 from .record.ledger import headline, skipped_visits
 from .record.schema import DIRECTORY
 from .remote import RUN_FILES, STATE_FILES
@@ -60,52 +60,23 @@ def keep_private(run_dir: str | Path):
     write_atomically(path, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_PRIVATE])).encode())
 
 
-def correct_model_card(path: str | Path, model_id: str, base_model: str | None, datasets: list[str]):
-    """Correct what TRL's card says of a model in a folder, and of several training sets."""
-    # TRL names no folder: here one has its last two names, since the last alone is often "model"
-    name = f"the local model `{Path(*Path(base_model).parts[-2:])}`" if base_model else "a model without a name"
-    links = ", ".join(f"[{dataset}](https://huggingface.co/datasets/{dataset})" for dataset in datasets)
-    text = Path(path).read_text(encoding="utf-8")
-    for before, after in (
-        ("[None](https://huggingface.co/None)", name),
-        ('model="None"', f'model="{model_id}"'),
-        (f"[{datasets}](https://huggingface.co/datasets/{datasets}) dataset", f"{links} datasets"),
-    ):
-        text = text.replace(before, after)
-    write_atomically(Path(path), text.encode())
-
-
 def extend_model_card(run_dir: str | Path):
     """
-    Add how the model was trained to the `README.md` that TRL has written, or replace what an earlier call has added, with
-    the picture beside it, which needs `lze_trl[app]`. A run without telemetry gets no section.
+    Add to the `README.md` that TRL has written how the model was trained and evaluated, with a picture beside it, which needs
+    `lze_trl[app]`. A run without telemetry gets no section.
     """
     with suppress(MissingTelemetryError):
         with suppress(ImportError):
             from .app.report import write_summary_picture
 
             write_summary_picture(run_dir, Path(run_dir, PICTURE))
-        _put(Path(run_dir, "README.md"), "run", model_card_section(run_dir))
-
-
-def add_evaluations(run_dir: str | Path):
-    """Write the evaluations of a run into its model card, in place of earlier ones; without a card, nothing happens."""
-    card, evaluations = Path(run_dir) / "README.md", read_results(run_dir)
-    if card.is_file() and evaluations:
-        _put(card, "evaluations", f"## Evaluations\n\n{markdown(first_and_last(evaluations))}")
-
-
-def _put(card: Path, name: str, section: str):
-    """Put a section into a card, at its end or in place of the one of this name."""
-    text = card.read_text(encoding="utf-8") if card.exists() else ""
-    start, end = f"<!-- lze:{name} -->", f"<!-- lze:{name}:end -->"
-    before, _, rest = text.partition(start)
-    after = rest.partition(end)[2].lstrip()
-    write_atomically(card, f"{before.rstrip()}\n\n{start}\n{section}\n{end}\n{after}".encode())
+        section = model_card_section(run_dir)
+        with open(Path(run_dir, "README.md"), "a", encoding="utf-8") as card:
+            card.write(f"\n{section}\n")
 
 
 def model_card_section(run_dir: str | Path) -> str:
-    """Markdown about the run: savings, settings and picture."""
+    """Markdown about the run: savings, settings, evaluations and picture."""
     with closing(open_run(run_dir)) as run:
         summary, settings, accuracy = run.summary(), dict(run.meta.settings), held_out(run)
     if settings.get("selector") in ("all", "zero_variance"):
@@ -114,6 +85,8 @@ def model_card_section(run_dir: str | Path) -> str:
     shown = "\n".join(
         f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None
     )
+    evaluations = first_and_last(read_results(run_dir))
+    evaluated = f"\n\n### Evaluations\n\n```text\n{text_table(*rows_of(evaluations))}```" if evaluations else ""
     shows = Path(run_dir, PICTURE).is_file()
     picture = f"![Pass rate and energy over the steps]({PICTURE})\n\n" if shows else ""
     learned = ""
@@ -135,7 +108,7 @@ prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["f
 
 | setting | value |
 |---|---|
-{shown}"""
+{shown}{evaluated}"""
 
 
 def _savings(totals: dict[str, float]) -> str:

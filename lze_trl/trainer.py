@@ -467,23 +467,14 @@ class LZEGRPOTrainer(GRPOTrainer):
         dataset_name: str | list[str] | None = None,
         tags: str | list[str] | None = None,
     ):
-        # Differs from TRL: says where the model is; that of a finished run, what it has saved
+        # Differs from TRL: the card of a finished run says what it has saved
         model_id = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
         tags = ["lze", *([tags] if isinstance(tags, str) else tags or ())]
         super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
-        if not self.is_world_process_zero():
-            return
-        from .hub import add_evaluations, correct_model_card, extend_model_card
+        if self.args.telemetry and not self.is_in_train and self.is_world_process_zero():
+            from .hub import extend_model_card
 
-        correct_model_card(
-            Path(self.args.output_dir, "README.md"),
-            model_id,
-            get_config_model_id(self.model.config),
-            datasets=dataset_name if isinstance(dataset_name, list) else [],
-        )
-        if self.args.telemetry and not self.is_in_train:
             extend_model_card(self.args.output_dir)
-        add_evaluations(self.args.output_dir)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo

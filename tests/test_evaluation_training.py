@@ -80,13 +80,10 @@ def test_a_resumed_run_keeps_its_evaluations_and_a_new_one_does_not(job, tmp_pat
     (folder / "step-foo").mkdir()  # not ours
     train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks_steps=5))
     assert sorted(path.name for path in folder.iterdir()) == ["step-000000", "step-000001", "step-foo"]
-    for _ in range(2):
-        main(["eval", str(tmp_path / "run"), "--tasks", str(tmp_path / "sums.jsonl"), *COMMON])
-    card = tmp_path / "run" / "README.md"
-    assert card.read_text().count("| final | sums | 7 | avg@1 |") == card.read_text().count("## Evaluations") == 1
+    main(["eval", str(tmp_path / "run"), "--tasks", str(tmp_path / "sums.jsonl"), *COMMON])
     train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks=[]))
     assert [path.name for path in folder.iterdir()] == ["step-foo"]
-    assert "## Evaluations" not in card.read_text()
+    assert "## Evaluations" not in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_wrong_settings_are_refused_before_training(job):

@@ -165,7 +165,6 @@ def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_s
     for part in ("Trained where it learns", "selection_ratio", "Savings", "lze_summary.png"):
         assert part in card, part
     assert 'pipeline("text-generation", model="me/model"' in card and "# Model Card for model" in card
-    assert "None" not in card
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in model.iterdir()}
     # Prompts and completions are where they were asked for, and nowhere else
     assert not (model / "telemetry").exists() and not (model / "report").exists()
@@ -195,11 +194,9 @@ def test_model_card_tells_about_the_run(run_dir):
     card = run_dir / "README.md"
     card.write_text("---\nlibrary_name: transformers\n---\n\n# Model card\n", encoding="utf-8")
     hub.extend_model_card(run_dir)
-    hub.extend_model_card(run_dir)
     text = card.read_text(encoding="utf-8")
     assert text.startswith("---\nlibrary_name: transformers\n---\n\n# Model card\n")
-    assert text.count("## Trained where it learns") == 1
-    for words in ("| `selection_ratio` | `0.4` |", "updates 0.", hub.PICTURE):
+    for words in ("## Trained where it learns", "| `selection_ratio` | `0.4` |", "updates 0.", hub.PICTURE):
         assert words in text
     assert (run_dir / hub.PICTURE).stat().st_size > 10_000
 
@@ -210,16 +207,6 @@ def test_a_model_card_needs_no_app(run_dir, monkeypatch):
     hub.extend_model_card(run_dir)
     text = (run_dir / "README.md").read_text(encoding="utf-8")
     assert "## Trained where it learns\n" in text and hub.PICTURE not in text
-
-
-def test_a_model_card_names_all_data_sets(tmp_path):
-    sets = ["me/first", "me/second"]
-    (tmp_path / "README.md").write_text(f"made on the [{sets}](https://huggingface.co/datasets/{sets}) dataset.")
-    hub.correct_model_card(tmp_path / "README.md", "me/model", None, sets)
-    assert (tmp_path / "README.md").read_text() == (
-        "made on the [me/first](https://huggingface.co/datasets/me/first), "
-        "[me/second](https://huggingface.co/datasets/me/second) datasets."
-    )
 
 
 def test_model_card_without_telemetry_stays_as_it_is(tmp_path, caplog):

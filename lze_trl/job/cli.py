@@ -189,14 +189,8 @@ def _eval(namespace: argparse.Namespace, flags: list[str]):
     if namespace.model is not None and not namespace.server:
         refuse_missing_model(namespace.model)
     from ..evaluation.command import run
-    from ..hub import add_evaluations
-    from ..record.evaluations import FOLDER
 
-    folder = run(namespace)
-    place = folder.resolve().parent
-    is_of_run = any((place.parent / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if place.name == FOLDER and is_of_run:  # any other README.md is not ours to write into
-        add_evaluations(place.parent)
+    run(namespace)
 
 
 def _report(namespace: argparse.Namespace, flags: list[str]):

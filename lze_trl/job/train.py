@@ -162,11 +162,11 @@ def run(
             logger.warning(how_to_resume(output_dir, "the same command with `--resume_from_checkpoint auto`"))
         raise
     on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
-    return finish(trainer, on_the_hub)
+    return finish(trainer, on_the_hub[0] if len(on_the_hub) == 1 else on_the_hub)
 
 
-def finish(trainer: LZEGRPOTrainer, on_the_hub: list[str]) -> dict[str, float | None]:
-    """Evaluate, save, report and upload what was trained, on these datasets of the Hub; returns what [`run`] returns."""
+def finish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> dict[str, float | None]:
+    """Evaluate, save, report and upload what was trained, on one or several datasets of the Hub; returns what [`run`] returns."""
     metric = accuracy_metric(trainer.args.pass_reward, trainer.reward_func_names)
     if trainer.eval_dataset is not None and held_out_accuracy(trainer.state, metric)["after"] is None:
         trainer.evaluate()

@@ -1,6 +1,5 @@
 """Results of evaluations in the folder of a run, and their tables. Imports neither torch nor scipy."""
 
-import html
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,18 +59,6 @@ def interval_text(estimate: Iterable[float | None], sign: str = "") -> str:
     """A share and its interval in percent, such as "12.5 [9.1, 16.0]"; the sign `"+"` is for differences."""
     value, low, high = (None if number is None else f"{100 * number:{sign}.1f}" for number in estimate)
     return value if low is None else f"{value} [{low}, {high}]"  # type: ignore[return-value]  # a share is never `None`
-
-
-def markdown(evaluations: dict[str, dict[str, Any]]) -> str:
-    """The table as Markdown, for a model card."""
-    heading, rows = rows_of(evaluations)
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Text of a cell as it is, whatever a file or a model is called."""
-    return " ".join(html.escape(text, quote=False).splitlines()).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def text_table(heading: list[str], rows: list[list[str]]) -> str:
