@@ -20,6 +20,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -125,18 +127,19 @@ class TransformersEngine:
             max_new_tokens=decoding.max_tokens,
             eos_token_id=self.ends or None,
             pad_token_id=self.pad,
-            stop_strings=list(decoding.stop) or None,
         )
+        longest = max(map(len, prompts))
+        criteria = [StopTexts(self.tokenizer, decoding.stop, longest)] if decoding.stop else []
         with _only(settings, self.model), torch.no_grad():
             generate: Any = self.model.generate
             rows = generate(
                 input_ids=pad(ids, padding_value=self.pad, padding_side="left"),  # (B, longest)
                 attention_mask=pad([torch.ones_like(row) for row in ids], padding_value=0, padding_side="left"),
                 logits_processor=processors,
-                tokenizer=self.tokenizer,
+                stopping_criteria=StoppingCriteriaList(criteria),
                 synced_gpus=self.synced,
             )
-        return [self._read(row, decoding) for row in rows[:, max(map(len, prompts)) :].tolist()]
+        return [self._read(row, decoding) for row in rows[:, longest:].tolist()]
 
     def _read(self, row: list[int], decoding: Decoding) -> Output:
         end = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), None)
@@ -157,6 +160,20 @@ class KeyedSampling(LogitsProcessor):
         drawn = torch.tensor([1.0 - generator.random() for generator in self.generators]).to(cumulated)  # in (0, 1]
         token = (cumulated < drawn[:, None] * cumulated[:, -1:]).sum(-1, keepdim=True)  # (B, 1)
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+class StopTexts(StoppingCriteria):
+    """Ends a completion at one of some texts. The `stop_strings` of transformers may begin in the prompt, those of a server not."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int):
+        self.tokenizer, self.stop, self.start = tokenizer, stop, start
+        self.most = 1 + max(len(text.encode()) for text in stop)  # tokens that a text may take, and the one before
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        begin = max(self.start, input_ids.shape[1] - self.most)
+        texts = self.tokenizer.batch_decode(input_ids[:, begin:], skip_special_tokens=True)
+        ended = [any(stop in text for stop in self.stop) for text in texts]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 @contextmanager
