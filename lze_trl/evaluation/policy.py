@@ -6,6 +6,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from transformers import ProcessorMixin
 from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
@@ -36,8 +37,12 @@ def engine_of(trainer: GRPOTrainer) -> OpenSampler:
     def in_processes() -> Iterator[Sampler | None]:
         own: Any = trainer.model
         model, was_training = trainer.model_wrapped, own.training
-        tokenizer: Any = trainer.processing_class
-        settings: dict[str, Any] = {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
+        processing: Any = trainer.processing_class
+        tokenizer = processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
+        settings: dict[str, Any] = {
+            "gather_deepspeed3_params": args.ds3_gather_for_generation,
+            "gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs,
+        }
         with (
             unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
             DistributedBackend(accelerator).summon_full_params(model, recurse=False),
