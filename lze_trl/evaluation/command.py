@@ -37,6 +37,10 @@ def run(flags: argparse.Namespace) -> Path:
     else:
         engine = TransformersEngine.load(flags.model, flags.batch_size, flags.dtype)
     folder = Path(flags.output or folder_of(flags.model or engine.name))
+    if flags.compare and folder.resolve() == Path(flags.compare).resolve():
+        raise EvaluationError(
+            f"`--compare {flags.compare}` would be replaced by this evaluation. Give another `--output`."
+        )
     results = evaluation.run(engine, folder)
     sys.stdout.write(text_table(*rows_of({folder.name: results})))
     for task, counts in results["tasks"].items():
