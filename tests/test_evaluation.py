@@ -5,17 +5,21 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
+import agents
 import tiny
 from lze_trl.evaluation.engines import Output, SampleRequest, TransformersEngine
+from lze_trl.evaluation.policy import engine_of
 from lze_trl.evaluation.run import Evaluation, read_samples
 from lze_trl.evaluation.settings import Decoding, EvaluationError
 from lze_trl.evaluation.statistics import estimate, majority, mean_over_tasks, pass_at_k
@@ -114,13 +118,14 @@ def test_one_bad_task_leaves_the_results_of_those_before(tmp_path):
 
 
 def test_the_score_is_the_training_reward_which_reads_columns_and_may_be_asynchronous(tmp_path):
-    async def by_length(prompts, completions, solution, level, **kwargs):
-        return [np.float32(len(completions[0][-1]["content"]) == level[0])]
+    async def by_length(prompts, completions, solution, level, log_metric, off, **kwargs):
+        log_metric("length", 3.0)
+        return [np.float32(len(completions[0][-1]["content"]) == level[0] + off)]
 
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"question": "{i}+1=", "answer": "2", "level": {i}}}\n' for i in range(4)))
     tasks = {"rows": load_problems(find_tasks([str(path)])[0], Decoding())}
-    found = run(lambda request: "xyz", tmp_path / "out", tasks, reward=by_length)
+    found = run(lambda request: "xyz", tmp_path / "out", tasks, reward=partial(by_length, off=1))
     assert found["tasks"]["rows"]["metrics"]["avg@1"][0] == 0.25
 
 
@@ -206,6 +211,18 @@ def test_stop_texts_end_completions_and_are_left_out():
     for key, output in texts(engine(6), requests, Decoding(max_tokens=9, stop=(stop,))).items():
         assert output.text == free[key].text.partition(stop)[0]
         assert output.truncated == (free[key].truncated and stop not in free[key].text)
+    across = Decoding(max_tokens=9, stop=tuple({f"={output.text[:1]}" for output in free.values() if output.text}))
+    assert texts(engine(6), requests, across) == free  # none begins in the prompt
+
+
+def test_a_policy_that_sees_images_is_asked_in_text():
+    model, processor = agents.llava()
+    args = SimpleNamespace(use_vllm=False, gradient_checkpointing_kwargs=None, ds3_gather_for_generation=True)
+    vars(args).update(per_device_eval_batch_size=2, output_dir="run")
+    given = {"args": args, "model": model, "model_wrapped": model, "processing_class": processor}
+    with engine_of(SimpleNamespace(accelerator=Accelerator(cpu=True), **given))() as policy:
+        requests = [SampleRequest(Problem("0", [{"role": "user", "content": "a b"}], "1"), 0)]
+        assert len(texts(policy, requests, Decoding(max_tokens=4))) == 1
 
 
 def test_no_pickle_is_read(tmp_path):
@@ -271,6 +288,8 @@ def test_the_command_evaluates_and_compares(tmp_path, sums, capsys):
     ((name, results),) = read_results(tmp_path / "run-0").items()
     value = 100 * results["tasks"]["sums"]["metrics"]["avg@2"][0]
     assert re.search(rf"checkpoint-2 +sums +8 +avg@2 +{value:.1f}", text_table(*rows_of({name: results})))
+    with pytest.raises(SystemExit, match=r"would be replaced by this evaluation"):
+        main(["eval", one, *flags, "--compare", str(folders[0])])
     flags = ["eval", "none", "--tasks", sums, "--max_tokens", "6", "--reward", "exact_match", "--compare"]
     with pytest.raises(SystemExit, match=r"samples: 2 there, 1 now; reward: 'accuracy.*; max_tokens: 5 there, 6 now"):
         main([*flags, str(folders[1])])  # before the model is loaded

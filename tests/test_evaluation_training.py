@@ -3,7 +3,9 @@
 import json
 import shutil
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,12 +14,11 @@ from launches import by_accelerate, on_two_cpus, run_to_end
 from lze_trl.app.views import overview
 from lze_trl.evaluation.run import read_samples
 from lze_trl.job.cli import main
-from lze_trl.job.parts import make_evaluation
+from lze_trl.job.parts import make_evaluation, make_instruction
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record import open_run
 from lze_trl.record.evaluations import read_results
-from lze_trl.rewards import accuracy_reward
 
 
 TESTS = Path(__file__).resolve().parent
@@ -40,10 +41,25 @@ def samples(folder: Path):
     return read_samples(folder / "sums.jsonl")
 
 
-def test_a_recipe_that_votes_its_own_way_is_evaluated_by_accuracy(job):
-    for reward in ("majority", "recipes.self_play.MarkedMajority"):
-        script_args, args, _ = parse_recipe(["--config", job(reward_funcs=[reward])])
-        assert make_evaluation(script_args, args, script_args.eval_tasks).reward is accuracy_reward
+@pytest.mark.parametrize(
+    ("rewards", "scored_by"),
+    [
+        (["majority"], "accuracy_reward"),
+        (["recipes.self_play.MarkedMajority"], "accuracy_reward"),
+        ([], "accuracy_reward"),  # of an environment
+        (["tiny.of_a_class", "tiny.partly"], "even_length_reward"),
+    ],
+)
+def test_the_reward_of_the_recipe_scores_unless_it_judges_groups(job, monkeypatch, rewards, scored_by):
+    monkeypatch.setattr(tiny, "partly", partial(tiny.even_length_reward), raising=False)
+    monkeypatch.setattr(tiny, "of_a_class", Mock(spec=["__call__"]), raising=False)
+    script_args, args, _ = parse_recipe(["--config", job(reward_funcs=rewards, pass_reward=scored_by)])
+    assert make_evaluation(script_args, args, script_args.eval_tasks).settings["reward"] == scored_by
+
+
+def test_a_set_may_be_evaluated_and_the_probe(job, tmp_path):
+    script_args, args, _ = parse_recipe(["--config", job(probe_datasets=[str(tmp_path / "sums.jsonl")])])
+    assert len(make_instruction(script_args, args).seeds.references) == 7
 
 
 def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_path):

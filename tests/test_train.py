@@ -129,6 +129,7 @@ def test_peft_recipe(job):
     [
         ({"datasets": []}, "`datasets` names no training set"),
         ({"model_name_or_path": None}, "`model_name_or_path` is not set"),
+        ({"probe_datasets": ["gsm8"]}, "Unknown task 'gsm8'"),
         ({"reward_funcs": ["acuracy"]}, "Unknown reward function 'acuracy'. Did you mean 'accuracy'"),
         ({"per_device_train_batch_size": 52}, "12 different prompts, and a generation batch takes 13"),
     ],

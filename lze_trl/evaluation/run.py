@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 from tqdm.auto import tqdm
+from trl.trainer.utils import get_callable_name
 
 from ..files import write_atomically
 from ..record.evaluations import FILE
@@ -60,7 +61,7 @@ class Evaluation:
     def settings(self) -> dict[str, Any]:
         """How samples are decoded and scored, as JSON gives it back."""
         decoding = asdict(self.decoding) | {"stop": list(self.decoding.stop)}
-        return {"samples": self.samples, "reward": self.reward.__name__, "decoding": decoding}
+        return {"samples": self.samples, "reward": get_callable_name(self.reward), "decoding": decoding}
 
     def run(self, engine: Sampler, folder: Path, progress: bool = True) -> dict[str, Any]:
         """
@@ -145,6 +146,7 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
         completions=[completion],
         solution=[problem.gold],
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
+        log_metric=lambda name, value: None,
     )
     (value,) = asyncio.run(values) if inspect.iscoroutine(values) else values
     value = None if value is None else float(value)  # of NumPy, or a tensor

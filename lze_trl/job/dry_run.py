@@ -14,7 +14,7 @@ from ..checks import outcome_rule, prepare
 from ..config import LZEGRPOConfig
 from . import user_errors
 from .estimate import UNKNOWN, estimated
-from .parts import make_evaluation
+from .parts import make_evaluations
 from .recipe import LZEScriptArguments, parse_recipe
 from .train import disable_progress_bars, setup_logging, starting_point, trainer_arguments
 
@@ -67,8 +67,9 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     facts["output"] = str(args.output_dir)
     if held_out is not None:
         facts["held-out prompts"] = f"{len(held_out):,}"
-    if script_args.eval_tasks:
-        limit = script_args.eval_tasks_limit
-        tasks = make_evaluation(script_args, args, script_args.eval_tasks, limit=limit).tasks.items()
-        facts["evaluation tasks"] = ", ".join(f"{name} ({len(of_it):,} problems)" for name, of_it in tasks)
+    tasks, probe = make_evaluations(script_args, args, rows)
+    for label, evaluation in (("evaluation tasks", tasks), ("probe set", probe)):
+        if evaluation is not None:
+            sizes = [f"{name} ({len(problems):,} problems)" for name, problems in evaluation.tasks.items()]
+            facts[label] = ", ".join(sizes)
     return facts

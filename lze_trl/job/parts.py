@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from datasets import Dataset
+from trl.trainer.utils import get_callable_name
 
 from ..config import LZEGRPOConfig
 from ..data import PromptStyle, load_mixture
@@ -57,21 +58,30 @@ def make_evaluation(
         problems = {task.name: load_problems(task, decoding, limit) for task in find_tasks(tasks)}
     rewards = make_rewards(script_args, args)
     votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
-    named = [reward for reward in rewards if reward.__name__ == args.pass_reward]
-    reward = accuracy_reward if votes or "accuracy" in script_args.reward_funcs else [*named, *rewards][0]
+    named = [reward for reward in rewards if get_callable_name(reward) == args.pass_reward]
+    # An environment may be all that rewards
+    by_accuracy = votes or not rewards or "accuracy" in script_args.reward_funcs
+    reward = accuracy_reward if by_accuracy else [*named, *rewards][0]
     return Evaluation(problems, decoding, samples, reward)
 
 
-def refuse_shown(probe: Evaluation, dataset: Any):
-    """Refuse problems of a probe set that are trained on."""
-    problems = [problem for found in probe.tasks.values() for problem in found]
-    shown = {json.dumps(prompt) for prompt in dataset["prompt"]}
-    both = [problem for problem in problems if json.dumps(problem.prompt) in shown]
-    if both:
-        raise ValueError(
-            f"{len(both)} of the {len(problems)} problems of `probe_datasets` are trained on as well, such as "
-            f"{both[0].text[:80]!r}. Remove them from one of the two."
-        )
+def make_evaluations(
+    script_args: LZEScriptArguments, args: LZEGRPOConfig, dataset: Dataset
+) -> tuple[Evaluation | None, Evaluation | None]:
+    """Those during a training on a dataset: on tasks, and on a probe set, whose problems must not be in the dataset."""
+    tasks = probe = None
+    if names := script_args.eval_tasks:
+        tasks = make_evaluation(script_args, args, names, script_args.eval_tasks_samples, script_args.eval_tasks_limit)
+    if script_args.probe_datasets:
+        probe = make_evaluation(script_args, args, script_args.probe_datasets)
+        problems = [problem for found in probe.tasks.values() for problem in found]
+        shown = {json.dumps(prompt) for prompt in dataset["prompt"]}
+        if both := [problem for problem in problems if json.dumps(problem.prompt) in shown]:
+            raise RecipeError(
+                f"{len(both)} of the {len(problems)} problems of `probe_datasets` are trained on as well, such as "
+                f"{both[0].text[:80]!r}. Remove them from one of the two."
+            )
+    return tasks, probe
 
 
 def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Instruction:
@@ -82,7 +92,7 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> In
     plain: dict[str, Any] = {"conversational": True, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
     train, held_out = load_data(replace(script_args, **plain), args)
     references = [] if held_out is None else [prompt[-1]["content"] for prompt in held_out["prompt"]]
-    for task in find_tasks([*script_args.eval_tasks, *script_args.probe_datasets]):
+    for task in [*find_tasks(script_args.eval_tasks), *find_tasks(script_args.probe_datasets)]:
         problems: list[Any] = load_problems(task, Decoding(prompt_suffix=""))
         references += [problem.prompt[-1]["content"] for problem in problems]
     seeds = Seeds(tuple(prompt[-1]["content"] for prompt in train["prompt"]), tuple(dict.fromkeys(references)))

@@ -30,7 +30,7 @@ from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
 from ..trainer import LZEGRPOTrainer
 from . import RecipeError, reported_errors, user_errors
-from .parts import load_data, load_named, make_evaluation, make_instruction, make_rewards, refuse_shown
+from .parts import load_data, load_named, make_evaluations, make_instruction, make_rewards
 from .recipe import LZEScriptArguments, parse_recipe
 
 
@@ -41,14 +41,12 @@ def build_trainer(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> LZEGRPOTrainer:
     """The trainer of a recipe."""
-    trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
-    if tasks := script_args.eval_tasks:
-        settings = script_args.eval_tasks_samples, script_args.eval_tasks_limit
-        evaluation = make_evaluation(script_args, training_args, tasks, *settings)
-        trainer.add_callback(TaskEvaluation(trainer, evaluation, script_args.eval_tasks_steps))
-    if script_args.probe_datasets:
-        probe = make_evaluation(script_args, training_args, script_args.probe_datasets)
-        refuse_shown(probe, trainer.train_dataset)
+    arguments = trainer_arguments(script_args, training_args, model_args)
+    tasks, probe = make_evaluations(script_args, training_args, arguments["train_dataset"])
+    trainer = LZEGRPOTrainer(**arguments)
+    if tasks is not None:
+        trainer.add_callback(TaskEvaluation(trainer, tasks, script_args.eval_tasks_steps))
+    if probe is not None:
         trainer.add_callback(Probe(trainer, probe, script_args.probe_every))
     return trainer
 
