@@ -59,9 +59,11 @@ def record_run(directory, records, meta=META, **options):
 
 
 def test_records_come_back_as_they_were(tmp_path):
-    folder = tmp_path / "selected=0.4" / "it's [1]"
-    record_run(folder / "telemetry", [make_record(0)])
-    run = open_run(folder)  # which has `telemetry` in it
+    folder = tmp_path / "selected=0.4" / "it's [1]" / "telemetry"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint-5").touch()
+    run = record_run(folder, [make_record(0)])
+    assert {path.name for path in folder.iterdir()} == {"checkpoint-5", "telemetry"}  # an `output_dir` of this name
     assert run.meta.settings == {"seed": 3}
     assert run.meta.reward_names == ["accuracy_reward", "format_reward"]
     groups = run.groups()

@@ -40,7 +40,7 @@ def write_part(path: Path, rows: pa.Table):
 
 class TelemetryWriter:
     """
-    Writes the telemetry of a run, whose output directory is `directory`, or the folder `telemetry` in it.
+    Writes the telemetry of a run, whose output directory is `directory`, into the folder `telemetry` in it.
 
     A background thread writes what is queued every `flush_seconds`, in a long run after one percent of its time so far, at
     most a minute; [`flush`] writes it at once. Each write adds one file to every table that has new rows, and no file is ever
@@ -53,8 +53,7 @@ class TelemetryWriter:
     def __init__(
         self, directory: str | Path, meta: Meta, resumed_generation: int | None = None, flush_seconds: float = 0.75
     ):
-        directory = Path(directory)
-        self.directory = directory if directory.name == DIRECTORY else directory / DIRECTORY
+        self.directory = Path(directory, DIRECTORY)
         try:
             if resumed_generation is None:
                 raise MissingTelemetryError
