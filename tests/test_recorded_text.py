@@ -6,6 +6,7 @@ import pytest
 import tiny
 from lze_trl.record import open_run
 from lze_trl.record.recorder import recorded_rows
+from lze_trl.record.tables import plain_text
 
 
 def test_sampled_rows_are_those_of_one_group_by_the_counter():
@@ -26,6 +27,12 @@ def test_the_groups_of_highest_energy_are_always_recorded():
     # A dead group only where it is drawn
     few = np.array([0.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0])
     assert all(4 in (rows := recorded_rows("sampled", i, group, few)) and len(rows) <= 3 for i in range(40))
+
+
+def test_tool_calls_of_both_forms_are_text():
+    call = {"name": "add", "arguments": {"a": 1}}
+    for form in (call, {"type": "function", "function": call}):
+        assert plain_text([{"role": "assistant", "content": None, "tool_calls": [form]}]) == "add({'a': 1})"
 
 
 @pytest.mark.parametrize("mode", ["none", "sampled", "all"])

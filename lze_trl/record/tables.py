@@ -160,7 +160,7 @@ def _content(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text") or f"[{part['type']}]" for part in content)
-    calls = [
-        f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()
-    ]
-    return "\n".join([*([str(content)] if content or not calls else []), *calls])
+    # Chat templates take calls with a `function` around them and without
+    calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
+    shown = [f"{call['name']}({call['arguments']})" for call in calls]
+    return "\n".join([*([str(content)] if content or not shown else []), *shown])
