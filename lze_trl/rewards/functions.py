@@ -95,19 +95,18 @@ def accuracy_reward(
 
 def grade(completion: str, gold: Any) -> Grade:
     """Compare the answer of a completion with a gold answer. Counts what cannot be read, and what takes too long."""
-    gold_answer = None
+    text = gold_text(gold)
+    gold_answer = None if text is None else read_gold(text)
+    if gold_answer is None:
+        if gold is not None:
+            warn_of(UNREADABLE_GOLD, gold)
+        return Grade(None)
     try:
-        text = gold_text(gold)
-        gold_answer = None if text is None else read_gold(text)
-        if gold_answer is not None:
-            return in_time(_compared, gold_answer, completion)
+        return in_time(_compared, gold_answer, completion)
     except GradingTimeout:
-        shown = "" if gold_answer is None else last_boxed(completion) or completion.strip()[-100:]
-        warn_of(SLOW_ANSWER, shown or gold)
-        return Grade(None, shown, gold_answer is not None)
-    if gold is not None:
-        warn_of(UNREADABLE_GOLD, gold)
-    return Grade(None)
+        shown = last_boxed(completion) or completion.strip()[-100:]
+        warn_of(SLOW_ANSWER, shown)
+        return Grade(None, shown, True)
 
 
 def _compared(gold: Answer, completion: str) -> Grade:

@@ -7,6 +7,7 @@ for 6 and "1,2" for 1.2. It also takes any number near the word "answer", so ann
 import logging
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -129,26 +130,17 @@ def final_part(text: str) -> str:
     return next((part for part in reversed(parts) if part), text.strip())
 
 
+@lru_cache(maxsize=8192)  # every completion of a group has the same gold answer
 def read_gold(gold: str) -> Answer | None:
     r"""
     Read a gold answer, in LaTeX or plain: a bare one, or a worked solution that boxes, marks (`####`) or announces it.
 
-    Returns `None` if it cannot be read, and raises [`GradingTimeout`] if it cannot be read in time.
+    Returns `None` if it cannot be read, or not in time.
     """
-    answer = _read_gold(gold)
-    if isinstance(answer, type):
-        raise answer
-    return answer
-
-
-@lru_cache(maxsize=8192)
-def _read_gold(gold: str) -> Answer | type[GradingTimeout] | None:
-    """Every completion of a group has the same gold answer: a timeout is remembered, too."""
     text = final_part(gold)
-    try:
+    with suppress(GradingTimeout):
         return in_time(lambda: _read_shown(text) or _read_announced(text) or _read_bare(text), seconds=GOLD_SECONDS)
-    except GradingTimeout:
-        return GradingTimeout
+    return None
 
 
 def read_answer(completion: str) -> Answer | None:
