@@ -1,14 +1,13 @@
 """References, schemas and sources of data; what cannot be used is refused with what to do."""
 
 from pathlib import Path
-from unittest.mock import Mock
 
 import datasets
 import pytest
 from datasets import Dataset
 from PIL import Image
 
-from lze_trl.data import DataError, Reference, load_mixture, load_prompts, parse_reference, sources
+from lze_trl.data import DataError, Reference, load_mixture, load_prompts, parse_reference
 from lze_trl.memory.identity import prompt_id
 
 
@@ -264,9 +263,3 @@ def test_a_set_in_configurations_is_that_of_the_default_or_all_of_them(write, tm
         (folder / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
         assert load_prompts(str(folder))["solution"] == wanted
         assert load_prompts(f"{folder}?config={names[1]}")["solution"] == ["1,234"]
-
-
-def test_a_hub_that_cannot_be_reached_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(sources.datasets, "get_dataset_config_names", Mock(side_effect=ConnectionError("offline")))
-    with pytest.raises(DataError, match=r"cannot be reached, .*`hf download --repo-type dataset openai/none`"):
-        load_prompts("openai/none")

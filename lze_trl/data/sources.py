@@ -68,23 +68,13 @@ def load_table(reference: Reference) -> Dataset:
     """
     name = repr(reference.label)
     try:
-        tables = [_split_of(loaded, reference.split, name) for loaded in _load(reference)]
-        return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
-    except DataError:
-        raise
-    except ConnectionError as error:
-        raise DataError(
-            f"The Hugging Face Hub cannot be reached, and {name} is not in the cache ({error}). Connect once and run "
-            f"`hf download --repo-type dataset {reference.path}`, or give the path of a local copy."
-        ) from error
+        found = _load(reference)
     # A library of its own for each format, with errors that have no more in common
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
-        raise DataError(
-            f"{name} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())} Check the name, `?config=…` and `?split=…`, "
-            "log in with `hf auth login` if it is private, and make sure that files are complete, have rows, the same columns, and are "
-            f"what their names say ({', '.join(FILE_FORMATS)})."
-        ) from error
+        raise DataError(f"{name} cannot be read: {type(cause).__name__}: {cause}") from error
+    tables = [_split_of(loaded, reference.split, name) for loaded in found]
+    return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
 
 
 def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
