@@ -23,6 +23,7 @@ MATH = [
 ]
 MATH_500 = [{"problem": "Find $a$.", "solution": r"so \boxed{0.5}", "answer": r"\frac12", "subject": "A", "level": 2}]
 DAPO_PROMPT = [{"content": "Solve it: 30 + 4", "role": "user"}]
+BLOCKS = [{"prompt": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}], "solution": "4"}]
 DAPO = [{"data_source": "dapo", "prompt": DAPO_PROMPT, "reward_model": {"ground_truth": "34", "style": "rule"}}] * 3
 AMC = [{"id": 0, "problem": "How far?", "answer": 27.0, "url": "https://example.org", "question": "How far?"}]
 TRL = [{"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4", "source": "olympiads"}]
@@ -60,6 +61,8 @@ def hub(path, **settings):
         ("https://huggingface.co/datasets/openai/gsm8k/?config=main", hub("openai/gsm8k", config="main")),
         ("a/b?split=test&revision=v1", hub("a/b", split="test", revision="v1")),
         ("https://example.org/a/b.jsonl", Reference("https://example.org/a/b.jsonl", is_local=True)),
+        ("hf://datasets/a/b/c.jsonl", Reference("hf://datasets/a/b/c.jsonl", is_local=True)),
+        ("a/b?split=train+test", hub("a/b", split="train+test")),
         ("reasoning_gym:ab?size=3", Reference("reasoning_gym:ab?size=3", is_local=True)),
     ],
 )
@@ -79,11 +82,12 @@ def test_references(text, expected):
         (MATH_500, [r"\frac12"], {"level": [2], "subject": ["A"]}),
         (DAPO, ["34"] * 3, {"data_source": ["dapo"] * 3}),
         (AMC, ["27"], {"url": ["https://example.org"]}),
+        (BLOCKS, ["4"], {}),
         (TRL, ["4"], {"original_source": ["olympiads"], "source": ["test/data.jsonl"]}),
         ([{"Problem": "A?", "Answer": 7, "ID": "x"}], ["7"], {"ID": ["x"]}),
         ([{"problem": "A?", "solution": "42"}], ["42"], {}),
     ],
-    ids=["gsm8k", "math", "math-500", "dapo", "amc", "trl", "capitals", "bare-solution"],
+    ids=["gsm8k", "math", "math-500", "dapo", "amc", "blocks", "trl", "capitals", "bare-solution"],
 )
 def test_schemas_are_recognised_by_their_columns(rows, golds, others, write):
     dataset = load_prompts(write("test/data.jsonl", rows))

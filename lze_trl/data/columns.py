@@ -7,6 +7,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset
 
+from ..rewards.functions import content_text
 from ..rewards.grading import gold_text, last_boxed, marked_answer
 from .sources import DataError
 
@@ -58,15 +59,15 @@ class Columns:
         """The problem of a row as messages, the last of which holds contexts and options as well; empty without text."""
         given = at(row, self.prompt)
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or [])
-        if not messages or not str(messages[-1].get("content") or "").strip():
+        plain = [{"role": message["role"], "content": content_text(message["content"])} for message in messages]
+        if not plain or not plain[-1]["content"].strip():
             return []
-        question = messages[-1]["content"]
+        question = plain[-1]["content"]
         before = [
             text for name in self.contexts if (text := str(at(row, name) or "").strip()) and text not in question
         ]
         lettered = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, self._options(row)[1], strict=False)]
         whole = "\n".join(["\n\n".join([*before, question]), *lettered])
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
         return [*plain[:-1], {**plain[-1], "content": whole}]
 
     def gold(self, row: dict[str, Any]) -> str | None:

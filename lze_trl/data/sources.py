@@ -46,10 +46,12 @@ def parse_reference(text: str) -> Reference:
     if text.startswith(GYM):
         return Reference(text, is_local=True)
     body, _, query = text.strip().partition("?")
-    given, known = dict(parse_qsl(query)), ("config", "split", "revision")
+    given = dict(parse_qsl(query.replace("+", "%2B")))  # `train+test` is a split
+    known = ("config", "split", "revision")
     if unknown := set(given) - set(known):
         raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {[*known]}.")
-    path = _HUB.sub("", body).rstrip("/") if "://" in body else body
+    is_page = "://" in body and Path(body).suffix not in FILE_FORMATS
+    path = _HUB.sub("", body).rstrip("/") if is_page else body
     local, is_local = Path(path).expanduser(), "://" in path
     if path and local.exists():
         path, is_local = str(local), True

@@ -47,8 +47,12 @@ def completion_text(completion: Completion) -> str:
     """Text of a completion; of a conversation, that of its last message."""
     if isinstance(completion, str):
         return completion
-    content = completion[-1]["content"] if completion else None
-    if isinstance(content, list):  # content blocks
+    return content_text(completion[-1]["content"]) if completion else ""
+
+
+def content_text(content: Any) -> str:
+    """Text of the content of a message, which may be in blocks."""
+    if isinstance(content, list):
         return "".join(part["text"] for part in content if part["type"] == "text")
     return content or ""
 
