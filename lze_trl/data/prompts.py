@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 _MESSAGES = List({"role": Value("string"), "content": Value("string")})
 _OWN = ("prompt", "solution", "prompt_id", "source")
-_RENAMED = {"type": "subject", "source": "original_source"}
 
 
 @dataclass(frozen=True)
@@ -130,21 +129,21 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
 
 def _converted(table: Dataset, columns: Columns, style: PromptStyle) -> Dataset:
     features = table.features
-    kept = {
-        old: _RENAMED.get(old, old)
-        for old, feature in features.items()
-        if isinstance(feature, (Value, Image)) or old == "images"
-        if old not in (columns.prompt, columns.answer, *_OWN[:3]) and _RENAMED.get(old, old) not in _OWN
-    }
+    kept = [
+        name
+        for name, feature in features.items()
+        if isinstance(feature, (Value, Image)) or name == "images"
+        if name not in (columns.prompt, columns.answer, *_OWN)
+    ]
     text = Value("string")
     result: dict[str, Any] = {"prompt": _MESSAGES if style.conversational else text, "solution": text}
-    result |= {"prompt_id": Value("int64"), "source": text} | {new: features[old] for old, new in kept.items()}
+    result |= {"prompt_id": Value("int64"), "source": text} | {name: features[name] for name in kept}
 
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         prompt, gold = style.write(columns.problem(row), columns.source), columns.gold(row)
         made = {"prompt": prompt, "solution": gold, "prompt_id": row.get("prompt_id"), "source": columns.source}
         made["prompt_id"] = id_of({name: made[name] for name in _OWN[:3]}, "solution")
-        return made | {new: row[old] for old, new in kept.items()}
+        return made | {name: row[name] for name in kept}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:
         given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
