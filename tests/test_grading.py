@@ -51,6 +51,9 @@ EQUAL = pairs(r"""
     3+4i ~ 3+4\mathrm{i}
     60 ~ 60 \text{ km}/\text{h}
     60 ~ 60 km/h
+    7 ~ 7 dollars
+    7 ~ 7 people per week
+    7 ~ **7**
     5 ~ 5 m
     52_8 ~ 52
     0.6666666667 ~ 0.66666667

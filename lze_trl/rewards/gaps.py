@@ -17,6 +17,7 @@ _SPACE = r"(?:,?\\!\s*|\\[,;:> ]|\\thinspace\s*|\{\s*,\s*\}|[ ~\u00a0\u2009\u202
 _CIRCLE = r"(?:[°º˚∘]|\\(?:text)?degree(?![a-zA-Z]))"
 
 _REWRITES = (
+    (r"^(\*{1,3})([^*]+?)\.?\1$", r"\2"),  # Markdown around all of an answer
     ("·", r"\\cdot "),
     ("∞", r"\\infty "),
     ("∈", r"\\in "),
@@ -41,8 +42,11 @@ _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?:q|qslant)?(?![a-zA-Z])")
 _TEXT_UNITS = re.compile(
     r"(?:(?:\s|~|\\[,;: ]|/|\\cdot)*\\(?:text|mbox|mathrm|textrm|rm)\s*\{[^{}]*\}(?:\^\s*(?:\d|\{\s*-?\d\s*\}))?)+\s*$"
 )
-# Of math-verify's units; two letters without a space are mostly a product, as "ab" is
-_UNITS = sorted((unit.strip() for unit in units if re.fullmatch(r"[a-zA-Z ]+", unit)), key=len, reverse=True)
+# math-verify's, and what else is counted in word problems; two letters without a space are mostly a product, as "ab" is
+_COUNTED = ("dollar", "euro", "week", "people", "children", "page", "book", "box", "cookie", "ball")
+_UNITS = sorted(
+    (unit.strip() for unit in (*units, *_COUNTED) if re.fullmatch(r"[a-zA-Z ]+", unit)), key=len, reverse=True
+)
 _CLOSE_UNITS = [unit for unit in _UNITS if len(unit) > 2 or unit in ("km", "cm", "mm", "kg", "ft", "hr", "am", "pm")]
 _PLAIN_UNITS = re.compile(
     rf"(?P<value>.*[\d}})$])(?:\s*(?:{'|'.join(_CLOSE_UNITS)})(?:s|es)?|\s+(?:{'|'.join(_UNITS)})(?:s|es)?)"
