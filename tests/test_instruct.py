@@ -210,3 +210,5 @@ def test_texts_of_a_generator_pass_no_filters():
     writer = Writer(ONE, Seeds(PLAIN), generator=lambda shown, rng: ["Three and five apples.", "  "])
     assert [problem.text for problem in writer.round([], None)] == ["Three and five apples."]
     assert +writer.rejected == {}
+    (problem,) = Writer(ONE, Seeds(PLAIN), generator=lambda shown, rng: "A single text.").round([], None)
+    assert problem.text == "A single text."

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Ask = Callable[[list[SampleRequest], Decoding], Iterable[tuple[SampleRequest, Output]]]
 """Completes requests, in any order."""
 
-Generator = Callable[[list[str], np.random.Generator], Sequence[str]]
+Generator = Callable[[list[str], np.random.Generator], Sequence[str] | str]
 """Writes problems in place of the model, given exemplars."""
 
 UNREAD, KNOWN = "no problem in the answer", "too similar"
@@ -153,6 +153,7 @@ class Writer:
     def _generated(self, shown: list[list[str]]) -> list[list[Item]]:
         write: Any = self.generator
         answers = [write(texts, self._rng(place, "generator")) for place, texts in enumerate(shown)]
+        answers = [[texts] if isinstance(texts, str) else texts for texts in answers]
         return [[Item(text.strip(), True) for text in texts if text.strip()] for texts in answers]
 
     def _asked(self, shown: list[list[str]], ask: Any) -> list[list[Item]]:
