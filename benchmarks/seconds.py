@@ -159,7 +159,7 @@ def train(run: Run) -> dict[str, float]:
     row_seconds = run.update / (100 - run.update) * _STEP_SECONDS / rows
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(timing, lambda text: tokenizer(text, add_special_tokens=False).input_ids) as (url, engine),
+        serving(timing) as (url, engine),
     ):
         args = LZEGRPOConfig(
             output_dir=folder,

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 
@@ -152,7 +152,7 @@ class TimedEngine:
                     end.set_result(None)
 
 
-def application(engine: TimedEngine, tokenize: Callable[[str], list[int]]) -> Starlette:
+def application(engine: TimedEngine) -> Starlette:
     """The part of vLLM's HTTP interface that training uses."""
     state = {"version": "default"}
 
@@ -164,8 +164,6 @@ def application(engine: TimedEngine, tokenize: Callable[[str], list[int]]) -> St
             case "/server_info":
                 config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
                 return JSONResponse({"vllm_config": {"model_config": config}})
-            case "/tokenize":
-                return JSONResponse({"tokens": tokenize(body["prompt"])})
             case "/weight_info":
                 return JSONResponse({"weight_version": state["version"]})
             case "/update_weight_version":
@@ -194,12 +192,10 @@ def application(engine: TimedEngine, tokenize: Callable[[str], list[int]]) -> St
 
 
 @contextmanager
-def serving(timing: Timing, tokenize: Callable[[str], list[int]], port: int = 0) -> Iterator[tuple[str, TimedEngine]]:
+def serving(timing: Timing, port: int = 0) -> Iterator[tuple[str, TimedEngine]]:
     """A server on 127.0.0.1, on a thread of its own: its URL and its engine."""
     engine = TimedEngine(timing)
-    config = uvicorn.Config(
-        application(engine, tokenize), host="127.0.0.1", port=port, log_level="error", access_log=False
-    )
+    config = uvicorn.Config(application(engine), host="127.0.0.1", port=port, log_level="error", access_log=False)
     server = uvicorn.Server(config)
 
     async def serve():
@@ -232,7 +228,7 @@ def main():
     for field in fields(Timing):
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
     given = vars(parser.parse_args())
-    with serving(Timing(**{f.name: given[f.name] for f in fields(Timing)}), lambda text: [], given["port"]) as (
+    with serving(Timing(**{f.name: given[f.name] for f in fields(Timing)}), given["port"]) as (
         url,
         _,
     ):

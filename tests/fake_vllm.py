@@ -43,9 +43,8 @@ class FakeVLLM:
 
     max_model_len = 32
 
-    def __init__(self, port: int = 0, tokens=None, vocab_size: int = 10**6, host: str = "127.0.0.1"):
+    def __init__(self, port: int = 0, vocab_size: int = 10**6, host: str = "127.0.0.1"):
         self.vocab_size = vocab_size
-        self.tokens = tokens or (lambda text: [ord(c) % 50 for c in text])
         self.faults: dict[str, list] = {}  # by path, used up one a request
         self.requests: Counter = Counter()
         self.bodies: list[dict] = []
@@ -123,8 +122,6 @@ class FakeVLLM:
         match path:
             case "/v1/completions":
                 return self._complete(body, fault)
-            case "/tokenize":
-                return 200, {"tokens": self.tokens(body["prompt"])}
             case "/collective_rpc":
                 self.loads += 1
             case "/update_weight_version":

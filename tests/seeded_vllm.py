@@ -22,8 +22,7 @@ class SeededVLLM(FakeVLLM):
     """
 
     def __init__(self, delays=(0.0, 0.0), restart_every: int = 0, by_loads: bool = False, **kwargs):
-        tokenizer = tiny.tokenizer()
-        kwargs |= {"tokens": lambda text: tokenizer(text)["input_ids"], "vocab_size": len(tokenizer)}
+        kwargs |= {"vocab_size": len(tiny.tokenizer())}
         self.delays, self.restart_every, self.by_loads = delays, restart_every, by_loads
         self.weights, self.versions = "", []  # content hash; of each request for completions
         self.order: list[tuple[str, int]] = []  # ("begun" or "ended", n) of each request

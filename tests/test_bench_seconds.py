@@ -33,7 +33,7 @@ def test_answers_follow_from_prompt_and_seed_and_not_from_their_order():
         body = {"prompt": [prompt], "n": 3, "seed": 7 * prompt}
         return httpx2.post(f"{url}/v1/completions", json=body).json()["choices"]
 
-    with serving(Timing(scale=1e-6), lambda text: []) as (url, engine):
+    with serving(Timing(scale=1e-6)) as (url, engine):
         assert [ask(prompt) for prompt in range(5)] == [ask(prompt) for prompt in reversed(range(5))][::-1]
         assert engine.tokens == 2 * sum(sum(engine.timing.lengths([p], 7 * p, 3)) for p in range(5))
 

@@ -17,8 +17,7 @@ from lze_trl.servers.generation import HTTPGeneration
 
 @pytest.fixture
 def fake():
-    tokenizer = tiny.tokenizer()
-    fake = FakeVLLM(tokens=lambda text: tokenizer(text)["input_ids"], vocab_size=len(tokenizer))
+    fake = FakeVLLM(vocab_size=len(tiny.tokenizer()))
     yield fake
     fake.stop()
 
@@ -36,7 +35,7 @@ def connect(fake, accelerator, tmp_path):
 
 def test_a_model_that_sees_trains_on_texts(tmp_path):
     model, processor = agents.qwen()
-    fake = FakeVLLM(tokens=lambda text: processor.tokenizer(text)["input_ids"], vocab_size=len(processor.tokenizer))
+    fake = FakeVLLM(vocab_size=len(processor.tokenizer))
     servers = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": [fake.url]}
     servers |= {"vllm_server_kwargs": {"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")}}
     given, data = {"model": model, "processing_class": processor}, tiny.prompts(11, conversational=True)

@@ -26,7 +26,7 @@ class RequestRefusedError(ValueError):
 
 
 class ServerMismatchError(ValueError):
-    """A server has another model, tokenizer or other weights than it must have."""
+    """A server has another model or other weights than it must have."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,6 @@ class Snapshot:
     tolerance: float  # largest mean absolute difference of the log-probs
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What the trainer needs a server to be."""
-
-    text: str  # to compare the tokenizers on
-    token_ids: list[int]  # of the text, without special tokens
-    last_token_id: int  # largest that the model or the tokenizer has
-
-
 class VLLMServer:
     """
     One vLLM server, asked through an `httpx2.AsyncClient`, and what is known of it. Every request raises [`ServerError`]
@@ -81,7 +72,6 @@ class VLLMServer:
         self.url, self.host, self.request_timeout = url.rstrip("/"), parts.hostname, request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
-        self.last_token_id = 2**31 - 1  # that it may send
         self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
@@ -118,8 +108,8 @@ class VLLMServer:
         except _MISREADINGS as error:
             raise ServerError(f"{where} sent a damaged answer: {_short(repr(error))}") from error
 
-    async def learn_model(self, http: httpx2.AsyncClient):
-        """Learn which model the server serves, and how long its context is."""
+    async def learn_model(self, http: httpx2.AsyncClient, trains: bool = False):
+        """Learn which model the server serves and how long its context is; for a training also how it computes."""
         await self._request(http, "/health")
 
         def own_card(models: dict) -> tuple[str, int]:
@@ -127,10 +117,8 @@ class VLLMServer:
             return card["id"], int(card["max_model_len"])
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
-
-    async def identify(self, http: httpx2.AsyncClient, identity: Identity):
-        """Learn what the server serves, and raise [`ServerMismatchError`] unless that is what the trainer needs."""
-        await self.learn_model(http)
+        if not trains:
+            return
 
         def settings(info: dict) -> tuple[str, str]:
             config = info["vllm_config"]["model_config"]
@@ -138,14 +126,6 @@ class VLLMServer:
 
         path = "/server_info?config_format=json"
         self.dtype, self.logprobs_mode = await self._request(http, path, read=settings)
-        body = {"model": self.model, "prompt": identity.text, "add_special_tokens": False}
-        tokens = await self._request(http, "/tokenize", body, read=itemgetter("tokens"))
-        if tokens != identity.token_ids:
-            raise ServerMismatchError(
-                f"The vLLM server {self.url}, which serves {self.model!r}, has another tokenizer: {identity.text!r} is "
-                f"{_short(tokens)} there and {_short(identity.token_ids)} in the trainer. Start it with the model that is trained."
-            )
-        self.last_token_id = identity.last_token_id
 
     async def complete(self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict) -> list[Completion]:
         """`count` completions of a prompt, with sampling settings in the server's names."""
@@ -168,9 +148,9 @@ class VLLMServer:
             raise ValueError(
                 f"{len(token_ids)} tokens and {len(logprobs)} log-probs, where {most_tokens} is the limit"
             )
-        known = all(0 <= token_id <= self.last_token_id for token_id in token_ids)
+        known = all(token_id >= 0 for token_id in token_ids)
         if not known or not all(_LOWEST_LOGPROB <= logprob <= _ROUNDING for logprob in logprobs):  # nor NaN
-            raise ValueError("tokens that the model does not have, or impossible log-probs")
+            raise ValueError("impossible tokens or log-probs")
         return Completion(token_ids, logprobs)
 
     async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Output:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .client import Completion, Snapshot
 from .pool import Group, ServerPool, Serving
-from .sync import identity_of, logprobs, probe_tokens, shared_directory, tolerance_for
+from .sync import logprobs, probe_tokens, shared_directory, tolerance_for
 from .weights import base_model, export_weights
 
 
@@ -86,7 +86,7 @@ class HTTPGeneration:
 
     def _connect(self) -> tuple[list[int], torch.dtype]:
         base = base_model(self.model)
-        self.pool.connect(self.args.vllm_server_timeout, identity_of(base, self.processing_class))
+        self.pool.connect(self.args.vllm_server_timeout, trains=True)
         servers = self.pool.servers
         is_processed = all(server.logprobs_mode == "processed_logprobs" for server in servers)
         if not is_processed and self._body | _UNPROCESSED != self._body:

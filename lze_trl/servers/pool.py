@@ -15,7 +15,7 @@ import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
 
-from .client import Completion, Identity, ServerError, Snapshot, VLLMServer, open_client
+from .client import Completion, ServerError, Snapshot, VLLMServer, open_client
 
 
 logger = logging.getLogger(__name__)
@@ -100,16 +100,15 @@ class ServerPool:
 
     # ---- Start and sync ----
 
-    def connect(self, timeout: float, identity: Identity | None = None):
+    def connect(self, timeout: float, trains: bool = False):
         """
-        Wait until every server is up, and check that it is what the trainer needs. Raises a `ConnectionError` if one is
-        not up in time, and [`ServerMismatchError`] if it has another tokenizer.
+        Wait until every server is up, for a training if it `trains`. Raises a `ConnectionError` if one is not up in time, and
+        [`ServerMismatchError`] if it cannot be trained with.
         """
 
         async def wait_for(http: httpx2.AsyncClient, server: VLLMServer):
-            learn = server.learn_model(http) if identity is None else server.identify(http, identity)
             try:
-                await learn
+                await server.learn_model(http, trains)
             except ServerError as error:
                 if server.problem is None:
                     logger.warning("Waiting for the vLLM server %s (%s)", server.url, error)

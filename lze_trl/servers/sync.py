@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .client import Identity, VLLMServer
+from .client import VLLMServer
 from .weights import base_model
 
 
@@ -24,15 +24,6 @@ _TEXT = "Natalia sold 48 clips, then half as many: 48+48/2=72. \\boxed{72} costs
 _SPREAD_TOKENS = 16
 _MAX_PROBE_TOKENS = 96
 _THIS_HOST = ("localhost", "127.0.0.1", "::1", socket.gethostname())
-
-
-def identity_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Identity:
-    """What a server must be to serve the model that is trained."""
-    token_ids = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
-    vocab_size = model.config.get_text_config().vocab_size
-    # A server allows every token that its model or its tokenizer has
-    last_token_id = max(vocab_size - 1, *tokenizer.get_vocab().values())
-    return Identity(_TEXT, token_ids, last_token_id)
 
 
 def probe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[int]:
