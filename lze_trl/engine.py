@@ -292,9 +292,8 @@ class Engine:
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         noted = trainer.reward_notes
-        noted.begin_round()
+        noted.begin_round(len(inputs))
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
-        noted.end_round(len(inputs))
         reasons = failures(trainer.environments)
         if reasons:
             ids = [row[ID_COLUMN] for row in inputs]
@@ -317,7 +316,7 @@ class Engine:
         held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
         counted = loss_mask
         if logprobs is None and watch is not None:
-            logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
+            logprobs, counted = watch.token_logprobs(completion_ids), None
         ends = self.end_tokens
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),

@@ -228,7 +228,7 @@ def test_reward_functions_are_the_users_own(tmp_path):
     trainer.train()
     assert max(tiny.history(trainer, "rewards/Weighted/mean")) > 1.0
     trainer.reward_funcs[0] = lambda completions, **kwargs: [math.nan] * len(completions)
-    with pytest.raises(ValueError, match="The reward function 'Weighted' returned NaN"):
+    with pytest.raises(ValueError, match="The reward function 'Weighted' returned nan"):
         trainer.train()
 
 

@@ -91,7 +91,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, named, 
 @pytest.mark.parametrize(
     ("returned", "message", "asynchronous"),
     [
-        (None, "returned None instead of a list", True),
+        (None, r"returned None \(NoneType\) instead of a list", True),
         (0.5, r"returned 0\.5 \(float\) instead of a list", False),
         (["1.0"] * 12, r"returned '1\.0' \(str\) for completion 0 of 12", True),
         ([1.0] * 11 + [[1.0]], r"returned \[1\.0\] \(list\) for completion 11 of 12", False),

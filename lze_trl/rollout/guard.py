@@ -28,18 +28,12 @@ class RewardNotes:
         # Of the latest round: columns by name, of two functions with one name the last one's
         self.columns: dict[str, list] = {}
         self.ballots: dict[int, list] = {}  # by the column of a group reward
-        self._round: dict[str, list[float]] = defaultdict(list)
+        self._num_rows = 0
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
-    def begin_round(self):
-        """Completions of another round are about to be scored."""
-        self.columns, self.ballots = {}, {}
-        self._round.clear()
-
-    def end_round(self, num_rows: int):
-        """The round had so many completions, by which its metrics count in the mean over the rounds of a batch."""
-        for name, values in self._round.items():
-            self._metrics[name] += values * num_rows
+    def begin_round(self, num_rows: int):
+        """So many completions of another round are about to be scored: as often, its metrics count in the mean over the rounds."""
+        self.columns, self.ballots, self._num_rows = {}, {}, num_rows
 
     def column(self, name: str, values: Iterable):
         """TRL's `log_extra`."""
@@ -47,7 +41,7 @@ class RewardNotes:
 
     def metric(self, name: str, value: float):
         """TRL's `log_metric`."""
-        self._round[name].append(value)
+        self._metrics[name] += [value] * self._num_rows
 
     def take_metrics(self) -> dict[str, list[float]]:
         taken, self._metrics = self._metrics, defaultdict(list)
@@ -153,9 +147,7 @@ def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | Non
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, float) and math.isnan(value):
-        return "NaN"
-    return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
+    return f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
 def _noted(
