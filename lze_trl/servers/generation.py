@@ -58,8 +58,6 @@ class HTTPGeneration:
     ):
         self.model, self.accelerator, self.processing_class, self.args = model, accelerator, processing_class, args
         self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
-        self.version = ""  # name of the weights that the servers hold
-        self.differences: dict[str, float] = {}  # mean one of their log-probs, by the URL of each server that is up
         self._syncs = 0
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         self._foresight: Foresight | None = None  # of the call under way
@@ -122,20 +120,18 @@ class HTTPGeneration:
             failure.add_note(f"If `{directory}` is full, give another one: `vllm_server_kwargs={{'sync_dir': ...}}`.")
         reference = logprobs(self.model, self._probe, self.accelerator.device)
 
-        def load() -> tuple[str, dict[str, float]]:
+        def load():
             if failure is not None:
                 raise failure
             tolerance = self.args.vllm_server_kwargs["sync_tolerance"]
             if tolerance is None:
                 tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
             version = f"{directory.parent.name}-{self._syncs}"
-            held = self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance))
-            return version, {server.url: server.difference for server in held if server.difference is not None}
+            self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance))
 
-        self.version, self.differences = self._on_main_process(load)
+        self._on_main_process(load)
         if failure is not None:  # on this process alone
             raise failure
-        logger.debug("Synced the vLLM servers: %s %s", self.version, self.differences)
 
     def _next_directory(self) -> Path:
         """

@@ -108,5 +108,5 @@ def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
     assert len(answers) == 4 * part.writer.rounds and {penalty for _, penalty, _ in answers} == {1.0}
     assert set(trainer.prompt_state["prompt_ids"].tolist()) <= set(part.pool.prompt_ids.tolist())
     # By the policy of the moment, which the servers get once a step, whatever they are asked for
-    assert trainer.vllm_generation.version.endswith("-5")
-    assert max(trainer.vllm_generation.differences.values()) < 1e-3
+    assert trainer.vllm_generation.pool.snapshot.version.endswith("-5")
+    assert max(server.difference for server in trainer.vllm_generation.pool.servers) < 1e-3

@@ -20,8 +20,8 @@ class SyncRecorder(TrainerCallback):
         self.trainer, self.differences = trainer, []
 
     def on_step_end(self, args, state, control, **kwargs):
-        generation = self.trainer.vllm_generation
-        self.differences.append([generation.version, *generation.differences.values()])
+        pool = self.trainer.vllm_generation.pool
+        self.differences.append([pool.snapshot.version, *(server.difference for server in pool.servers)])
 
 
 def run(directory: Path, name: str, settings: dict):
