@@ -36,7 +36,7 @@ from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
 from .rollout.guard import RewardError, RewardNotes, checked
 from .rollout.rounds import Rounds
-from .rollout.settling import GroupReward, instances, reader
+from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
 from .step import GenerationStep
 from .trl_contract import check_releases
@@ -151,7 +151,6 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
                 "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
             )
-        reward_funcs = instances(reward_funcs)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         own_sampler = _override(type(self), "_get_train_sampler")
         train_dataset, controller, self.resolved = checks.prepare(

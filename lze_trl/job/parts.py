@@ -14,7 +14,7 @@ from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..names import imported
 from ..rewards import accuracy_reward, get_reward
-from ..rollout.settling import GroupReward, instances
+from ..rollout.settling import GroupReward
 from ..selfplay.online import Instruction
 from ..selfplay.writer import Seeds
 from . import RecipeError
@@ -38,7 +38,8 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
     """The reward functions of a recipe."""
     settings = args.max_completion_length, script_args.majority
-    return instances([get_reward(name, *settings) for name in script_args.reward_funcs])
+    rewards = [get_reward(name, *settings) for name in script_args.reward_funcs]
+    return [reward() if isinstance(reward, type) else reward for reward in rewards]
 
 
 def make_evaluation(

@@ -48,14 +48,6 @@ class GroupReward(Protocol):
         """Judge one whole group; unless it is `final`, completions may still be added."""
 
 
-def instances(reward_funcs: Any) -> Any:
-    """Reward functions as they were given, with a group reward made of each class of one."""
-    if isinstance(reward_funcs, list):
-        return [instances(func) for func in reward_funcs]
-    is_class = isinstance(reward_funcs, type) and isinstance(reward_funcs, GroupReward)
-    return reward_funcs() if is_class else reward_funcs
-
-
 def reader(reward: GroupReward, notes: Callable[[list[Any]], None], ends: Sequence[int], training: bool) -> Callable:
     """
     A reward function for TRL to call in place of a group reward, whose column is overwritten once groups are settled: it hands
