@@ -71,13 +71,10 @@ def test_requests_are_shared_by_load(fakes):
     assert max(fake.most_running for fake in fakes) == 4
 
 
-def test_groups_of_different_sizes_and_greedy_ones(fakes):
+def test_groups_of_different_sizes(fakes):
     pool = loaded(fakes[:1])
     assert_complete(pool, [Group([1], size, SAMPLED) for size in (1, 5, 2)])
     assert complete(pool, []) == []
-    assert_complete(pool, [Group([1, 2], 3, SAMPLED | {"temperature": 0.0})])
-    body = fakes[0].bodies[-1]
-    assert body["prompt"] == [[1, 2]] * 3 and "n" not in body  # vLLM refuses it there
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,20 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
         return reward_func
 
     def arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-        return _noted(_of_episodes(kwargs), name, notes, lambda values: _of_all(values, kwargs))
+        given = _of_episodes(kwargs)
+        note: Callable = given["log_extra"] if notes is None else notes.column
+
+        def log_extra(column: str, values: Iterable):
+            values = [values] if isinstance(values, (str, bytes)) else list(values)
+            if len(values) != len(given["completions"]):
+                raise RewardError(
+                    f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
+                    f"{len(given['completions'])} completions. Give it a list with one value for each completion."
+                )
+            note(column, _of_all(values, kwargs))
+
+        own = {"log_extra": log_extra} | ({} if notes is None else {"log_metric": notes.metric})
+        return given | own
 
     @contextmanager
     def noted():
@@ -148,25 +161,3 @@ def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | Non
 
 def _shown(value: Any) -> str:
     return f"{reprlib.repr(value)} ({type(value).__name__})"
-
-
-def _noted(
-    kwargs: dict[str, Any], name: str, notes: RewardNotes | None, of_all: Callable[[list], list]
-) -> dict[str, Any]:
-    """Arguments of a reward function, with a `log_extra` that refuses a wrong number of values; `of_all` fills in the others."""
-    if "log_extra" not in kwargs:
-        return kwargs
-    note: Callable = kwargs["log_extra"] if notes is None else notes.column
-    if notes is not None:
-        kwargs = kwargs | {"log_metric": notes.metric}
-
-    def log_extra(column: str, values: Iterable):
-        values = [values] if isinstance(values, (str, bytes)) else list(values)
-        if len(values) != len(kwargs["completions"]):
-            raise RewardError(
-                f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
-                f"{len(kwargs['completions'])} completions. Give it a list with one value for each completion."
-            )
-        note(column, of_all(values))
-
-    return {**kwargs, "log_extra": log_extra}
