@@ -78,6 +78,8 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     vars(view).update(own | kept | accumulation | changes)
     gradients, training = [parameter.grad for parameter in model.parameters()], model.training
     numbers, python = np.random.get_state(), random.getstate()
+    servers = trainer.vllm_generation if trainer.args.over_http else None
+    seeds = {} if servers is None else servers.state_dict()
     try:
         with torch.random.fork_rng():
             model.train()
@@ -87,6 +89,8 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     finally:
         np.random.set_state(numbers)
         random.setstate(python)
+        if servers is not None:
+            servers.load_state_dict(seeds)
         model.train(training)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient

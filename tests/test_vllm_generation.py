@@ -151,6 +151,15 @@ def test_only_changed_weights_are_synced(fake, tmp_path):
     assert trainer.ledger.skipped_updates == 4
 
 
+def test_a_forecast_leaves_the_seeds_of_the_training(fake, tmp_path):
+    rewards = tiny.even_length_reward
+    trainer = make_trainer(fake, tmp_path, rewards, overlap="one_step")
+    trainer.state.max_steps = 9  # as after a training that was stopped
+    assert len(trainer.forecast(4).sample) == 4
+    assert trainer.vllm_generation.state_dict() == {"train": 0, "eval": 0}
+    assert trainer.vllm_generation._serving is None
+
+
 @pytest.mark.parametrize("name", ["sync_weights", "generate"])
 def test_has_the_methods_that_trl_calls(name):
     theirs = inspect.signature(getattr(VLLMGeneration, name))

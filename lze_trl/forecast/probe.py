@@ -32,7 +32,7 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
         raise ValueError(f"`num_prompts` must be at least 2, got {num_prompts}. Use 128.")
     per_batch, gpu = args.generation_batch_size // size, torch.cuda.is_available()
     plain = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all"}  # every group is trained on
-    plain |= {"controller": "uniform", "controller_kwargs": {}, "telemetry": False}
+    plain |= {"controller": "uniform", "controller_kwargs": {}, "telemetry": False, "overlap": "none"}
     with trainer.rehearsal(**plain) as view, accelerator.autocast():
         rows, known = _rows(view, num_prompts)
         step = view.generation_step
