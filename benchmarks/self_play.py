@@ -45,19 +45,16 @@ _OPEN = {"bounds": (0.0, 1.0), "margin": 1, "min_valid": 0.0}
 
 @dataclass(frozen=True)
 class Arm:
-    """What decides about rewards: settings of [`MajorityReward`], whether it counts, and fields of [`LZEGRPOConfig`]."""
+    """What decides about rewards: settings of [`MajorityReward`], and whether it counts."""
 
     majority: dict[str, Any]
     counts: bool = True
-    label_confidence: str = "none"
 
 
 ARMS = {
     "true reward": Arm({}, counts=False),
     "majority, no gate": Arm(_OPEN),
     "majority, gate": Arm({}),
-    "majority, no gate, label_confidence": Arm(_OPEN, label_confidence="share"),
-    "majority, gate, label_confidence": Arm({}, label_confidence="share"),
 }
 
 
@@ -101,7 +98,6 @@ class SelfPlayRun:
             "gradient_accumulation_steps": self.rows // per_device,
             "strategy": "lze",
             "pruning": "none",
-            "self_play": {"label_confidence": arm.label_confidence},
             "reward_weights": [1.0, 0.0] if arm.counts else [0.0, 1.0],
             "learning_rate": self.learning_rate,
             "max_steps": self.steps,
@@ -208,7 +204,10 @@ def read_results(output: Path) -> list[dict[str, Any]]:
     texts = [path.read_text(encoding="utf-8") for path in sorted((output / "runs").glob("*.json"))]
     texts += kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
     once = {json.dumps(content["run"], sort_keys=True): content for content in map(json.loads, reversed(texts))}
-    return sorted(once.values(), key=lambda content: (list(ARMS).index(content["run"]["arm"]), content["run"]["seed"]))
+    place = {arm: number for number, arm in enumerate(ARMS)}  # kept runs may be of arms that are gone
+    return sorted(
+        once.values(), key=lambda content: (place.get(content["run"]["arm"], len(place)), content["run"]["seed"])
+    )
 
 
 def report(output: Path, console: Console):

@@ -53,7 +53,7 @@ def prepare(
     voting: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     votes = get_callable_name(voting[0]) if voting else None
     ranks = planner is not None or args.planner != "solved"
-    of_run = _of_run(args, train_dataset, given, controller, planner, selector, ranks, votes, own_sampler)
+    of_run = _of_run(args, train_dataset, given, controller, planner, ranks, votes, own_sampler)
     _refuse([*_of_settings(args), *of_run])
     pruning = _resolved_pruning(args, train_dataset, ranks, own_sampler)
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
@@ -108,13 +108,12 @@ def _of_run(
     given: dict[str, Any],
     controller: RolloutController,
     planner: Planner | None,
-    selector: Selector | None,
     ranks: bool,
     votes: str | None,
     sampler: str | None,
 ) -> Contradictions:
     """
-    `planner`, `selector` and `sampler` are the user's own, if any; `ranks` says that a planner was asked for, and `votes` is the
+    `planner` and `sampler` are the user's own, if any; `ranks` says that a planner was asked for, and `votes` is the
     name of a reward of whole groups.
     """
     pruning, prunes, aggregation = args.pruning, args.pruning in ("refill", "skip"), args.multi_objective_aggregation
@@ -122,8 +121,7 @@ def _of_run(
     plans, draws = f"`{type(planner).__name__}`", f"`{type(controller).__name__}`"
     uniform, normalizes = is_plain(controller, args.num_generations), aggregation != "sum_then_normalize"
     stops_at_pass = isinstance(controller, ReinforceAda) and controller.exit == "positive"
-    writes, corrects = args.self_play["instruct"], args.self_play["label_confidence"] != "none"
-    itself, share = "`self_play={'instruct': True}`", "`label_confidence='share'`"
+    writes, itself = args.self_play["instruct"], "`self_play={'instruct': True}`"
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
     overlaps, ahead = args.overlap != "none", "`overlap='one_step'`"
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
@@ -138,8 +136,6 @@ def _of_run(
         (normalizes and not uniform, f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use 'sum_then_normalize'."),
         (votes and stops_at_pass, f"`controller='reinforce_ada_positive'` stops at a pass: by '{votes}' every group has one. Use another."),
         (votes and normalizes, f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{votes}' abstains. Unset it."),
-        (corrects and votes is None, f"{share} is about a majority vote. Add 'majority' to the reward functions, or leave it unset."),
-        (corrects and selector is None and args.selector != "energy", f"{share} corrects the energy. Set `selector='energy'` and a `selection_ratio`, or leave it unset."),
         (writes and not readable, f"{itself} reads all seeds. Load the training set without streaming."),
         (writes and args.max_steps <= 0, f"{itself} has no end of its own. Set `max_steps`."),
         (writes and (ranks or pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),

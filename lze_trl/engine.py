@@ -367,7 +367,7 @@ class Engine:
             )
         gathered = {column: gather_object(own) for column, own in ballots.items()}
         group = np.arange(len(rewards)) // size
-        settled, metrics, *_ = settle(trainer.group_rewards, gathered, group, trainer.accelerator)
+        settled, metrics = settle(trainer.group_rewards, gathered, group, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)

@@ -53,7 +53,6 @@ class SelfPlaySettings:
     max_rounds: int = 16
     stock: int | None = None
     reuse: int = 1
-    label_confidence: Literal["none", "share"] = "none"
 
 
 _KINDS: dict[Any, tuple[Any, str]] = {

@@ -186,8 +186,7 @@ class GenerationStep:
     def _remember(self, drawn: Batch) -> Batch:
         """Score the groups, remember their prompts, and add what is known of them."""
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
-        known = self.args.self_play["label_confidence"] == "share" and "confidence" in drawn.prompts
-        groups = self.state.visit(drawn, chances, drawn.prompts.confidence if known else None)
+        groups = self.state.visit(drawn, chances)
         for history in self.histories.values():
             history.add_batch(drawn.facts.get("logged", {}), len(groups))
         self.passes.planner.observe(groups)

@@ -59,7 +59,6 @@ REFUSED = [
     ("pruning", {"pruning": "none"}, {"planner": SolvedPlanner()}),
     ("pruning", {"pruning": "skip", "controller": "dynamic"}, {}),
     ("multi_objective_aggregation", {"controller": "gate", **NORMALIZED}, {}),
-    ("label_confidence", {"self_play": {"label_confidence": "share"}}, {}),
     ("max_steps", {"self_play": {"instruct": True}, "max_steps": -1}, {}),
     ("planner", {**INSTRUCT, "planner": "greso"}, {}),
     ("presence_penalty", {**INSTRUCT, "self_play": {"instruct": True, "presence_penalty": 1.0}}, {}),

@@ -19,7 +19,6 @@ from lze_trl.evaluation.votes import VoteHistory
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record.evaluations import read_results
-from lze_trl.rewards import MajorityReward
 
 
 ERROR = 0.03
@@ -134,22 +133,3 @@ def test_the_training_ends_with_the_best_probe(tmp_path):
 def test_a_probe_set_that_is_trained_on_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="12 of the 12 problems of `probe_datasets` are trained on as well"):
         train(tmp_path, "train")
-
-
-# ---- Labels that may be wrong ----
-
-
-def test_energy_goes_by_the_share(tmp_path):
-    votes_run.save(tmp_path / "model")
-    own = {"rows": 30, "num_generations": 6, "learning_rate": 0.0, "majority": {"bounds": [0.0, 1.0]}}
-    confidences = ({"self_play": {"label_confidence": name}} for name in ("none", "share"))
-    plain, by_share = (votes_run.train(tmp_path, "run", own | given).prompt_state for given in confidences)
-    assert (plain["prompt_ids"] == by_share["prompt_ids"]).all()
-    assert np.allclose(by_share["energy"], plain["energy"] * plain["last"], atol=1e-6)  # wins are the outcomes
-    assert (by_share["energy"] != plain["energy"]).any()
-
-
-def test_a_confidence_without_an_energy_is_refused(tmp_path):
-    own = {"selector": "variance", "self_play": {"label_confidence": "share"}}
-    with pytest.raises(ValueError, match="`label_confidence='share'` corrects the energy"):
-        tiny.make(tmp_path, reward_funcs=MajorityReward(), **own)

@@ -113,7 +113,7 @@ def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"selector": "energy", "selection_ratio": 0.67, "self_play": {"label_confidence": "share", "reuse": 2}},
+        {"selector": "energy", "selection_ratio": 0.67, "self_play": {"reuse": 2}},
         {"controller": "dynamic", "selector": "zero_variance", "self_play": {"stock": 4}},
     ],
 )

@@ -85,13 +85,13 @@ class PromptState:
         self["pruned"][solved] = False
         return int(solved.sum())
 
-    def visit(self, rollouts: Batch, chances: np.ndarray | None = None, confidence: np.ndarray | None = None) -> Table:
+    def visit(self, rollouts: Batch, chances: np.ndarray | None = None) -> Table:
         """
         Score the groups of a generation batch, then remember them. Enter their scores by [`observe`] first.
 
         Energies use the moving averages from *before* the batch. Groups without a scored completion leave no trace. Where
         groups were stopped after their first completion, `chances`, shape `(P,)`, are the probabilities with which they were
-        completed, 0 for the stopped ones. `confidence`, shape `(P,)`, is a factor of the energies.
+        completed, 0 for the stopped ones.
         """
         ids = rollouts.prompt_ids
         before = self._records(ids)
@@ -104,7 +104,6 @@ class PromptState:
             self.difficulty_floor,
             self.momentum_weight,
             self.named_outcome,
-            confidence,
         )
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:

@@ -65,7 +65,6 @@ class Verdict(NamedTuple):
 
     rewards: list[float | None]  # of each completion; `None` for all of them where the reward abstains
     metrics: dict[str, float]  # logged as means over the groups
-    confidence: float = 1.0  # probability that the label is right, by the votes: the winner's share; 1 for gold
     winner: str | None = None  # the answer that most completions give
 
 
@@ -206,10 +205,10 @@ class MajorityReward:
         checked = {} if right is None else {"label_precision": right}
         if any(ballot.grade is not None for ballot in ballots):
             scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
-            return Verdict(scores, {"gold_share": 1.0, **checked}, winner=winner)
+            return Verdict(scores, {"gold_share": 1.0, **checked}, winner)
         metrics = {"gold_share": 0.0, "winner_share": share, "no_vote_share": 1.0 - valid}
         metrics |= {"abstained": float(reason is not None), **checked}
         metrics |= {f"abstained_{name}": float(name == reason) for name in reasons}
         if reason is not None:
-            return Verdict([None] * len(ballots), metrics, winner=winner)
-        return Verdict(wins.astype(np.float64).tolist(), metrics, share, winner)
+            return Verdict([None] * len(ballots), metrics, winner)
+        return Verdict(wins.astype(np.float64).tolist(), metrics, winner)

@@ -25,8 +25,8 @@ _NO_COLUMNS = ("trainer_state", "log_metric", "environments")
 
 class Judged(Protocol):
     """
-    What a group reward says of a group: the rewards of its completions, and what is logged. If it is a label that may be wrong,
-    also its `confidence`, the probability that it is right, and the `winner`, its answer.
+    What a group reward says of a group: the rewards of its completions, and what is logged. If it is a label, also the `winner`,
+    its answer.
     """
 
     rewards: list[float | None]
@@ -88,17 +88,16 @@ def settle(
     group: np.ndarray,
     accelerator: Accelerator,
     final: bool = True,
-) -> tuple[dict[int, np.ndarray], dict[str, float], np.ndarray]:
+) -> tuple[dict[int, np.ndarray], dict[str, float]]:
     """
     Judge groups; process g mod W judges group g. Every process gets the same answer.
 
     `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` has shape
-    `(B,)`. Returns the rewards of each column, of shape `(B,)` and NaN for `None`; metrics as means over the groups, and
-    `concentration`, the share of the groups whose winner is the commonest one; and the confidence in each group, shape `(P,)`.
+    `(B,)`. Returns the rewards of each column, of shape `(B,)` and NaN for `None`; and metrics as means over the groups, with
+    `concentration`, the share of the groups whose winner is the commonest one.
     """
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}
-    confidence = np.ones(int(group.max(initial=-1)) + 1)
     for column, reward in rewards.items():
         rows = pd.Series(np.arange(len(group))).groupby(group).indices
         mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
@@ -107,14 +106,13 @@ def settle(
         columns[column] = np.full(len(group), np.nan)
         for g, verdict in verdicts.items():
             columns[column][rows[g]] = np.array(verdict.rewards, dtype=np.float64)  # `None` becomes NaN
-            confidence[g] *= getattr(verdict, "confidence", 1.0)
         verdicts = {g: verdicts[g] for g in sorted(verdicts)}
         logged = pd.DataFrame([verdict.metrics for verdict in verdicts.values()]).mean().to_dict()
         winners = Counter(winner for v in verdicts.values() if (winner := getattr(v, "winner", None)) is not None)
         if winners:
             logged["concentration"] = max(winners.values()) / len(verdicts)
         metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": v for name, v in logged.items()}
-    return columns, metrics, confidence
+    return columns, metrics
 
 
 def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:

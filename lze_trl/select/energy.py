@@ -40,14 +40,12 @@ def score_groups(
     difficulty_floor: float = 0.05,
     momentum_weight: float = 0.3,
     named_outcome: bool = False,
-    confidence: np.ndarray | None = None,
 ) -> Table:
     """
     Score every group of a generation batch. A group without a scored completion has pass rate NaN and energy 0.
 
     Arrays have shape `(P,)`: pass rate at the first visit and moving average (NaN before the first visit), number of visits,
-    whether this visit is a re-check of a pruned prompt, and optionally a factor of the energies. With `named_outcome`, the
-    outcomes alone say what is solved.
+    and whether this visit is a re-check of a pruned prompt. With `named_outcome`, the outcomes alone say what is solved.
     """
     num_groups, group = rollouts.num_groups, rollouts.group
     alive, pass_rates = rollouts.alive, group_mean(rollouts.outcomes, group, num_groups)
@@ -76,7 +74,7 @@ def score_groups(
         difficulty=difficulty,
         uncertainty=uncertainty,
         momentum=momentum,
-        energies=energies if confidence is None else energies * confidence,
+        energies=energies,
         first_pass_rates=first,
         ema=average,
         visits=visits + 1,
