@@ -2,13 +2,10 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lze_trl.batch import Batch
 from lze_trl.memory.foresight import NUM_FEATURES, Foresight, History, features
 from lze_trl.memory.posterior import beta_parameters, dead_probability
-from lze_trl.memory.regression import auc
 from lze_trl.memory.state import PromptState, first_completions
 from samples import NAN, rollouts, sampled
 
@@ -84,7 +81,6 @@ def test_what_is_learned_is_calibrated_and_better_than_the_posterior():
     model, posterior, alive = model[visited], posterior[visited], alive[visited]
     errors = [((forecast - alive) ** 2).mean() for forecast in (model, posterior)]
     assert errors[0] < errors[1] - 0.005
-    assert auc(model, alive) > auc(posterior, alive) + 0.01
     for low in np.arange(0.0, 1.0, 0.1):  # of what is forecast with a probability, that share comes true
         some = (low <= model) & (model < low + 0.1)
         assert abs(model[some].sum() - alive[some].sum()) < 0.03 * len(model)
@@ -112,19 +108,9 @@ def test_a_batch_is_forecast_before_it_is_learned_from():
     expected = by_posterior(known, SIZE)
     assert foresight.metrics()["foresight_brier"] == pytest.approx(((expected - alive) ** 2).mean())
     assert foresight.metrics()["foresight_alive"] == pytest.approx(expected.mean())
-    assert foresight.metrics()["foresight_auc"] == pytest.approx(auc(expected, alive))
     before = foresight.model.state_dict()["weights"].copy()
     foresight.see(known, SIZE, alive, learn=False)
     np.testing.assert_array_equal(foresight.model.weights, before)
-
-
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.booleans()), min_size=2, max_size=20))
-def test_auc_by_brute_force(pairs):
-    expected, alive = np.array([p for p, _ in pairs]), np.array([a for _, a in pairs])
-    if not 0 < alive.sum() < len(alive):
-        return
-    wins = [1.0 if a > b else 0.5 if a == b else 0.0 for a in expected[alive] for b in expected[~alive]]
-    assert auc(expected, alive) == pytest.approx(np.mean(wins))
 
 
 def test_the_last_visit_is_remembered():

@@ -1,7 +1,6 @@
 """Forecasts of a probability that are learned online: a logistic regression with forgetting, and how good forecasts are."""
 
 import numpy as np
-import pandas as pd
 
 
 MAX_LOGIT = 8.0
@@ -36,16 +35,11 @@ class OnlineRegression:
         return probability(np.clip(offset + x @ self.weights, -MAX_LOGIT, MAX_LOGIT)), probability(offset)
 
     def score(self, model: np.ndarray, offset: np.ndarray, true: np.ndarray, counts: np.ndarray) -> dict[str, float]:
-        """Score the two forecasts of a batch, see [`learn`]. Returns `brier` and `auc` of the one in use, where defined."""
+        """Score the two forecasts of a batch, see [`learn`]. Returns the `brier` score of the one in use."""
         expected = model if self.used else offset
         errors = [float((counts * (forecast - true) ** 2).sum()) for forecast in (model, offset)]
         self._scores = SCORE_MEMORY * self._scores + np.array(errors)
-        quality = {}
-        if len(true):
-            quality["brier"] = float(np.average((expected - true) ** 2, weights=counts))
-        if 0 < true.sum() < len(true):
-            quality["auc"] = auc(expected, true)
-        return quality
+        return {"brier": float(np.average((expected - true) ** 2, weights=counts))} if len(true) else {}
 
     def learn(self, offset: np.ndarray, x: np.ndarray, true: np.ndarray, counts: np.ndarray):
         """
@@ -79,13 +73,6 @@ class OnlineRegression:
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.weights, self.precision = state["weights"].copy(), state["precision"].copy()
         self._scores = state["scores"].copy()
-
-
-def auc(expected: np.ndarray, true: np.ndarray) -> float:
-    """Probability that a true example has a higher forecast than a false one, ties counting half. Needs both kinds."""
-    positive = int(true.sum())
-    ranks = pd.Series(expected).rank().to_numpy()[true]
-    return float((ranks.sum() - positive * (positive + 1) / 2) / (positive * (len(true) - positive)))
 
 
 def log_odds(chance: np.ndarray) -> np.ndarray:
