@@ -255,14 +255,12 @@ class LZEGRPOConfig(GRPOConfig):
         if self.advantage_estimator != "grpo" and self.scale_rewards is None:
             self.scale_rewards = "none"
         chosen = settings_of(self.strategy) | self._adapted()
-        of_strategy = chosen.pop("controller_kwargs", {})
         for name, value in chosen.items():
-            if getattr(self, name) is None:
+            if name not in SETTING_BLOCKS and getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__()
         self._check_values()
-        is_its_controller = CONTROLLERS[str(self.controller)] is CONTROLLERS[chosen["controller"]]
-        self._fill_blocks(of_strategy if is_its_controller else {})
+        self._fill_blocks()
         # The parts refuse values that do not fit together
         self.make_controller()
         if self.packing is None:  # a quantile is taken of the rows that share a micro-batch
@@ -286,9 +284,11 @@ class LZEGRPOConfig(GRPOConfig):
         if bounds is not None and not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
             raise ValueError(f"`reward_range` must be two increasing, finite numbers, got {bounds}.")
 
-    def _fill_blocks(self, of_strategy: dict[str, Any]):
+    def _fill_blocks(self):
         """Check the settings in blocks, and give those that are left out their defaults."""
-        controller, defaults = CONTROLLERS[str(self.controller)], {}
+        controller, defaults, chosen = CONTROLLERS[str(self.controller)], {}, settings_of(self.strategy)
+        is_its_controller = controller is CONTROLLERS[chosen["controller"]]
+        of_strategy = chosen.get("controller_kwargs", {}) if is_its_controller else {}
         if controller is ReinforceAda:
             defaults["kept"] = self.num_generations
         elif controller is DynamicSampling:
@@ -306,7 +306,7 @@ class LZEGRPOConfig(GRPOConfig):
         """The value of each setting where it is not given, with this strategy, controller and planner."""
         plain, of_strategy = copy(self), settings_of(self.strategy) | self._adapted()
         vars(plain).update(dict.fromkeys(SETTING_BLOCKS))
-        plain._fill_blocks(of_strategy.pop("controller_kwargs", {}))
+        plain._fill_blocks()
         found = {own.name: own.default for own in fields(self) if own.default is not MISSING}
         return {name: of_strategy.get(name) if default is None else default for name, default in found.items()} | {
             name: vars(plain)[name] for name in SETTING_BLOCKS

@@ -153,6 +153,12 @@ def test_a_setting_of_an_earlier_version_says_what_to_write(tmp_path, name):
         check_recipe([f"--{name}=1"])
 
 
+@pytest.mark.parametrize(("strategy", "controller"), [("dapo", "gate"), ("reinforce_ada", "uniform")])
+def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_path, strategy, controller):
+    args = tiny.config(tmp_path, strategy=strategy, controller=controller)
+    assert args.defaults()["controller_kwargs"] == args.controller_kwargs
+
+
 ADA, GRESO = {"controller": "reinforce_ada_balanced"}, {"planner": "greso"}
 
 

@@ -286,7 +286,7 @@ class Rounds:
         if of_groups:
             absent = unsettled(rewards_per_func, weights, of_groups)
             totals[absent] = compared[absent] = torch.nan
-        total, signal, per_func = (x.double().cpu().numpy() for x in (totals, compared, rewards_per_func))
+        total, signal, per_func = (x.cpu().double().numpy() for x in (totals, compared, rewards_per_func))
         scores = self.rule.scores(per_func, total)
         return {"scores": scores, "rewards": total, "signals": scores if self.args.alive == "outcome" else signal}
 
