@@ -33,7 +33,8 @@ from lze_trl.app.views import prompt_detail
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.record import open_run
-from lze_trl.rollout.episodes import EpisodeError
+from lze_trl.rollout.episodes import EpisodeError, guarded
+from lze_trl.rollout.guard import checked
 from test_laws import distance
 from tiny import history
 
@@ -307,6 +308,15 @@ def test_a_failed_episode_is_left_out_counted_and_told(tmp_path, caplog, name):
         and "episodes failed and are left out: their reward is None" in caplog.text
     )
     assert open_run(tmp_path).sql("SELECT reward FROM completions")["reward"].isna().sum() == sum(failed)
+
+
+def test_an_episode_that_fails_while_it_is_rewarded_moves_no_other_reward():
+    environment = guarded(failing("get_reward", KeyError("score"), lambda one: one.total == 1), None)
+    environments = [environment() for _ in range(4)]
+    for total, one in enumerate(environments):
+        one.total = total
+    reward = checked(lambda environments: [one.get_reward() for one in environments], "own")
+    assert reward(environments=environments) == [0.0, None, 0.0, 1.0]
 
 
 def test_what_a_tool_raises_is_told_to_the_model(tmp_path):

@@ -58,8 +58,9 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
     if isinstance(reward_func, nn.Module):
         return reward_func
 
-    def arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-        given = _of_episodes(kwargs)
+    def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str | None]]:
+        reasons = failures(kwargs.get("environments"))  # before the call, in which further episodes may fail
+        given = _of_episodes(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
 
         def log_extra(column: str, values: Iterable):
@@ -69,10 +70,10 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
                     f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
                     f"{len(given['completions'])} completions. Give it a list with one value for each completion."
                 )
-            note(column, _of_all(values, kwargs))
+            note(column, _of_all(values, reasons))
 
         own = {"log_extra": log_extra} | ({} if notes is None else {"log_metric": notes.metric})
-        return given | own
+        return given | own, reasons
 
     @contextmanager
     def noted():
@@ -84,13 +85,13 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
 
     def guarded(*args, **kwargs):
         with noted():
-            given = arguments(kwargs)
-            return _of_all(_scores(reward_func(*args, **given), name, given), kwargs)
+            given, reasons = arguments(kwargs)
+            return _of_all(_scores(reward_func(*args, **given), name, given), reasons)
 
     async def guarded_later(*args, **kwargs):
         with noted():
-            given = arguments(kwargs)
-            return _of_all(_scores(await reward_func(*args, **given), name, given), kwargs)
+            given, reasons = arguments(kwargs)
+            return _of_all(_scores(await reward_func(*args, **given), name, given), reasons)
 
     return guarded_later if _is_async(reward_func) else guarded
 
@@ -111,9 +112,8 @@ def _is_async(func: Any) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 
-def _of_episodes(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _of_episodes(kwargs: dict[str, Any], reasons: list[str | None]) -> dict[str, Any]:
     """Arguments of a reward function without the completions whose episodes have failed."""
-    reasons = failures(kwargs.get("environments"))
     if not any(reasons):
         return kwargs
     return {
@@ -124,9 +124,8 @@ def _of_episodes(kwargs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_all(values: list, kwargs: dict[str, Any]) -> list:
-    """The values of all completions: `None` where the episode has failed."""
-    reasons = failures(kwargs.get("environments"))
+def _of_all(values: list, reasons: list[str | None]) -> list:
+    """The values of all completions: `None` where the episode had failed."""
     if not any(reasons):
         return values
     given = iter(values)
