@@ -36,7 +36,7 @@ from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
 from .rollout.guard import RewardError, RewardNotes, checked
 from .rollout.rounds import Rounds
-from .rollout.settling import GroupReward, reader
+from .rollout.settling import FailedEpisode, GroupReward, reader
 from .select.selectors import Selector
 from .step import GenerationStep
 from .trl_contract import check_releases
@@ -343,6 +343,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.environments is not None:  # whatever a reward model makes of failed episodes
             failed = [reason is not None for reason in failures(self.environments)]
             rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
+            for column in self.group_rewards:
+                of_others = iter(ballots.get(column, ()))
+                ballots[column] = [FailedEpisode if has_failed else next(of_others) for has_failed in failed]
         if torch.isinf(rewards).any():  # of a reward model, or too large for float32
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
             raise RewardError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -315,8 +316,34 @@ def test_an_episode_that_fails_while_it_is_rewarded_moves_no_other_reward():
     environments = [environment() for _ in range(4)]
     for total, one in enumerate(environments):
         one.total = total
-    reward = checked(lambda environments: [one.get_reward() for one in environments], "own")
-    assert reward(environments=environments) == [0.0, None, 0.0, 1.0]
+    reward = checked(lambda environments, **kwargs: [one.get_reward() for one in environments], "own")
+    assert reward(completions=[""] * 4, environments=environments, log_extra=print) == [0.0, None, 0.0, 1.0]
+
+
+class Vote:
+    """A reward of whole groups."""
+
+    def read(self, completions, truncated, **columns):
+        return [completion[-1]["content"] for completion in completions]
+
+    def settle(self, ballots, final=True):
+        return SimpleNamespace(rewards=[float(b == ballots[0]) for b in ballots], metrics={"votes": len(ballots)})
+
+
+def test_a_failed_episode_has_no_vote(tmp_path):
+    calls = itertools.count()
+    flaky = failing("reset", OSError("gone"), lambda environment: next(calls) % 5 == 1)
+    trainer = train(
+        LZEGRPOTrainer, tmp_path, Case({"environment_factory": flaky, "reward_funcs": Vote()}), max_steps=2
+    )
+    failed, votes = history(trainer, "lze/failed_episodes"), history(trainer, "Vote/votes")
+    assert min(failed) > 0 and votes == [(12 - count) / 3 for count in failed]
+
+
+def test_where_all_episodes_have_failed_no_reward_function_is_called():
+    lost = SimpleNamespace(lze_guard=SimpleNamespace(failure="gone"))
+    longest = checked(lambda completions, **kwargs: [max(map(len, completions))], "longest")
+    assert longest(completions=["a"], environments=[lost], log_extra=print) == [None]
 
 
 def test_what_a_tool_raises_is_told_to_the_model(tmp_path):

@@ -86,11 +86,15 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
     def guarded(*args, **kwargs):
         with noted():
             given, reasons = arguments(kwargs)
+            if not given["completions"]:  # all episodes have failed
+                return _of_all([], reasons)
             return _of_all(_scores(reward_func(*args, **given), name, given), reasons)
 
     async def guarded_later(*args, **kwargs):
         with noted():
             given, reasons = arguments(kwargs)
+            if not given["completions"]:
+                return _of_all([], reasons)
             return _of_all(_scores(await reward_func(*args, **given), name, given), reasons)
 
     return guarded_later if _is_async(reward_func) else guarded

@@ -71,6 +71,10 @@ def _name(reward: Any) -> str:
     return get_callable_name(reward)
 
 
+class FailedEpisode:
+    """In place of the ballot of a completion whose episode has failed: it has no vote, and gets no reward."""
+
+
 def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
     """`reward.read`, checked: one ballot for each completion."""
     ballots, count = list(reward.read(**columns)), len(columns["completions"])
@@ -99,7 +103,8 @@ def settle(
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}
     for column, reward in rewards.items():
-        rows = pd.Series(np.arange(len(group))).groupby(group).indices
+        voters = np.flatnonzero([ballot is not FailedEpisode for ballot in ballots[column]])
+        rows = {g: voters[own] for g, own in pd.Series(voters).groupby(group[voters]).indices.items()}
         mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
         own = [(g, _ask(reward, [ballots[column][i] for i in rows[g]], final)) for g in mine]
         verdicts = dict(gather_object(own))
