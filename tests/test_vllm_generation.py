@@ -1,6 +1,7 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
 import inspect
+import socket
 from unittest.mock import Mock
 
 import pytest
@@ -11,7 +12,7 @@ import agents
 import tiny
 from fake_vllm import FakeVLLM, http_settings
 from lze_trl.servers import sync, weights
-from lze_trl.servers.client import RequestRefusedError, ServerMismatchError
+from lze_trl.servers.client import RequestRefusedError, ServerMismatchError, VLLMServer
 from lze_trl.servers.generation import HTTPGeneration
 
 
@@ -87,9 +88,9 @@ def test_every_group_has_a_seed_of_its_own(connect, fake):
     assert all(0 <= seed < 2**63 for batch in first for seed in batch.values())
 
 
-def test_what_cannot_be_generated_is_refused(connect, fake, monkeypatch):
-    with pytest.raises(ValueError, match=r"`generation_kwargs` must not hold .*logprobs"):
-        connect(generation_kwargs={"logprobs": 2})
+def test_what_cannot_be_generated_is_refused(connect, fake):
+    with pytest.raises(ValueError, match=r"`generation_kwargs` must not hold \['logprobs', 'seed'\]"):
+        connect(generation_kwargs={"logprobs": 2, "seed": 3})
     generation = connect()
     generation.sync_weights()
     with pytest.raises(ValueError, match=r"`num_generations=2` times in a row"):
@@ -99,9 +100,14 @@ def test_what_cannot_be_generated_is_refused(connect, fake, monkeypatch):
     fake.faults["/v1/completions"] = [400]
     with pytest.raises(RequestRefusedError, match="fault 400 on command"):
         generation.generate([[5]], None, num_generations=1)
-    monkeypatch.setattr(sync, "_THIS_HOST", ())
-    with pytest.raises(ValueError, match=r"`sync_dir` of `vllm_server_kwargs` is required.*not on this host"):
-        connect(vllm_server_kwargs={"sync_dir": None})
+
+
+def test_where_weights_go_without_a_directory(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "Trainer")
+    here, elsewhere = (VLLMServer(f"http://{host}:8000", 1.0) for host in ("Trainer", "other"))
+    assert sync.shared_directory(None, [here]).is_dir()
+    with pytest.raises(ValueError, match=r"`sync_dir` of `vllm_server_kwargs` is required.*not on this host.*other"):
+        sync.shared_directory(None, [here, elsewhere])
 
 
 def test_a_sync_that_fails_stops_the_run(connect, monkeypatch):

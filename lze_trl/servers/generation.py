@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Fields of a request that decide what an answer looks like
 _RESERVED = (
     *("model", "prompt", "n", "logprobs", "prompt_logprobs"),
-    *("return_token_ids", "stream", "echo", "use_beam_search"),
+    *("return_token_ids", "seed", "stream", "echo", "use_beam_search"),
 )
 # Sampling settings, with the values under which log-probs are the same whether they are processed or not
 _UNPROCESSED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}

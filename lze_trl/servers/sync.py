@@ -23,7 +23,6 @@ except ImportError:  # before TRL 1.15, which trains through logits
 _TEXT = "Natalia sold 48 clips, then half as many: 48+48/2=72. \\boxed{72} costs $1.50 ≠ x²?"
 _SPREAD_TOKENS = 16
 _MAX_PROBE_TOKENS = 96
-_THIS_HOST = ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
 def probe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[int]:
@@ -75,7 +74,8 @@ def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
     if every server runs on this host.
     """
     if root is None:
-        elsewhere = [server.url for server in servers if server.host not in _THIS_HOST]
+        here = "localhost", "127.0.0.1", "::1", socket.gethostname().lower()  # as the host of a URL is
+        elsewhere = [server.url for server in servers if server.host not in here]
         if elsewhere:
             raise ValueError(
                 f"`sync_dir` of `vllm_server_kwargs` is required, because these vLLM servers are not on this host: {elsewhere}. Give a "
