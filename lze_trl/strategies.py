@@ -29,7 +29,6 @@ MOVED = {
             *("presence_penalty", "overlap", "max_rounds", "stock", "reuse"),
         )
     },
-    "label_confidence": ("self_play", "label_confidence"),
 }
 """Settings of earlier versions that are now in a block, and their name there."""
 
@@ -50,6 +49,7 @@ REMOVED: dict[str, str] = {
         "Write it behind the dataset: `org/name?config=…&split=…`.",
     ),
     "advantage_statistics": "Leave it out: groups for which the vote abstains count in no statistics.",
+    "label_confidence": "Leave it out: energies are those of the votes as they are.",
     "surplus_max_age": "Leave it out: live groups that an update has no room for are dropped and counted.",
     "micro_step_cost": "Leave it out. `max_tokens_per_micro_batch` bounds micro-batches.",
 }
