@@ -1,5 +1,6 @@
 """Evaluation on tasks: metrics by hand, samples that depend on neither order nor batch size, the training reward as score."""
 
+import asyncio
 import itertools
 import json
 import math
@@ -125,7 +126,11 @@ def test_the_score_is_the_training_reward_which_reads_columns_and_may_be_asynchr
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"question": "{i}+1=", "answer": "2", "level": {i}}}\n' for i in range(4)))
     tasks = {"rows": load_problems(find_tasks([str(path)])[0], Decoding())}
-    found = run(lambda request: "xyz", tmp_path / "out", tasks, reward=partial(by_length, off=1))
+
+    async def in_a_notebook():
+        return run(lambda request: "xyz", tmp_path / "out", tasks, reward=partial(by_length, off=1))
+
+    found = asyncio.run(in_a_notebook())
     assert found["tasks"]["rows"]["metrics"]["avg@1"][0] == 0.25
 
 
@@ -259,7 +264,8 @@ def test_a_task_asks_for_what_its_kind_needs(tmp_path, kind, asks):
 def test_tasks_are_given_by_name_or_address(tmp_path):
     names = ["gsm8k", "some/where/sums.jsonl", "some/where/test.jsonl", "me/own?split=test", "reasoning_gym:ab?size=3"]
     names += ["me/own?config=hard&split=train[:10]"]
-    assert [t.name for t in find_tasks(names)] == ["gsm8k", "sums", "where_test", "own", "ab", "own_hard_train-10"]
+    called = [task.name for task in find_tasks(names)]
+    assert called == ["gsm8k", "sums", "where_test", "own", "ab_size-3", "own_hard_train-10"]
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
     with pytest.raises(EvaluationError, match="given twice"):

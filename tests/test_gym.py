@@ -77,7 +77,7 @@ def test_no_verifier_runs_an_answer(tmp_path):
 def test_an_evaluation_scores_by_the_verifier(capsys):
     (task,) = find_tasks(["reasoning_gym:word_sorting?size=4"])
     problems = load_problems(task, Decoding())
-    assert (task.name, len(problems)) == ("word_sorting", 4)
+    assert (task.name, len(problems)) == ("word_sorting_size-4", 4)
     for problem in problems:
         assert score(accuracy_reward, problem, f"<answer>{problem.gold}</answer>")[0] == 1.0
         assert score(accuracy_reward, problem, "<answer>none</answer>")[0] < 1.0

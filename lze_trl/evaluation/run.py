@@ -5,6 +5,7 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,9 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
         log_metric=lambda name, value: None,
     )
-    (value,) = asyncio.run(values) if inspect.iscoroutine(values) else values
+    if inspect.iscoroutine(values):
+        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
+            values = thread.submit(asyncio.run, values).result()
+    (value,) = values
     value = None if value is None else float(value)  # of NumPy, or a tensor
     return value, answers[0] if answers else text.strip()

@@ -87,8 +87,9 @@ def _of_address(address: str) -> Task:
     name = path.stem if path.suffix in FILE_FORMATS else path.name.rpartition(":")[2]
     if name in ("test", "train", "data"):  # results are kept by name, and many files are called so
         name = f"{path.resolve().parent.name}_{name}"
-    rows = [value for key, value in parse_qsl(address.partition("?")[2]) if key in ("config", "split")]
-    parts = [re.sub(r"\W+", "-", value).strip("-") for value in rows if value != "test"]
+    query = [(key, value) for key, value in parse_qsl(address.partition("?")[2]) if value != "test"]
+    told = [value if key in ("config", "split") else f"{key}-{value}" for key, value in query]
+    parts = [re.sub(r"\W+", "-", value).strip("-") for value in told]
     return Task("_".join([name, *parts]), address)
 
 
