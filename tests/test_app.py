@@ -242,6 +242,9 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
         assert views.run_table({"run": run})[name].tolist() == expected[-1:]
     for text in ("held-out accuracy</span><strong>50.0 %", "svamp avg@1</span><strong>37.5 %"):
         assert text in views.tiles(run)
+    results = folder / "results.json"  # of an evaluation that is done again
+    results.write_text(results.read_text().replace("0.375", "0.75"))
+    assert views.run_table({"run": run})["svamp avg@1"].tolist() == [0.75]
 
 
 def test_text_of_a_run_is_escaped(tmp_path):

@@ -10,10 +10,8 @@ import plotly
 
 from ..record import Run, TelemetryError
 from ..record.curves import HELD_OUT, accuracies
-from ..record.evaluations import RESULT_FILES
 from ..record.numbers import percent
 from ..record.reader import STATES
-from ..record.schema import Status
 from . import charts, views
 from .runs import RunBook
 
@@ -231,9 +229,7 @@ class _Page:
         versions: list[Any] = [own]
         for id in {"Runs": self.book.ids, "Compare": given["runs"]}.get(given["tab"], [given["run"]]):
             try:
-                run = self.book.open(id)
-                evaluations = sorted(map(str, run.directory.parent.glob(RESULT_FILES)))
-                versions.append([hash(run.version), Status.read(run.directory).state, *evaluations])
+                versions.append(views.version(self.book.open(id)))
             except TelemetryError as error:
                 versions.append(str(error))
         return versions

@@ -169,22 +169,28 @@ def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.Dat
     return frame[[all(word in text for word in search.lower().split()) for text in texts]]
 
 
+def version(run: Run) -> tuple:
+    """Changes when a run has recorded or evaluated something, or ended."""
+    evaluations = sorted((str(path), path.stat().st_mtime_ns) for path in run.directory.parent.glob(RESULT_FILES))
+    return hash(run.version), Status.read(run.directory).state, *evaluations
+
+
 def run_row(run: Run) -> dict[str, Any]:
-    """The row of a run, which is looked up once until something is recorded or evaluated, or the run ends."""
-    evaluations = sorted(run.directory.parent.glob(RESULT_FILES))
-    return _run_row(run, (run.version, *evaluations), Status.read(run.directory).state)
+    """The row of a run, which is looked up once for each [`version`] of it."""
+    return _run_row(run, version(run))
 
 
 @lru_cache(maxsize=1024)
-def _run_row(run: Run, version: tuple, state: str) -> dict[str, Any]:
-    summary, points, left = run.summary(), curve(run), _left(run.status())
+def _run_row(run: Run, version: tuple) -> dict[str, Any]:
+    summary, points, status = run.summary(), curve(run), run.status()
+    left = _left(status)
     last = points.iloc[-1] if len(points) else dict.fromkeys(points, np.nan)
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
     groups, known = max(summary["groups"], 1), accuracies(run)
     run.close()  # of hundreds of runs, only those on the page are open
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
-        "state": f"{state}, {left}" if left else state,
+        "state": f"{status['state']}, {left}" if left else status["state"],
         "step": summary["steps"],
         **{name: float(line.iloc[-1]) for name, line in known.items()},
         "pass rate": float(last["pass_rate"]),
