@@ -82,6 +82,8 @@ def test_status_of_a_training(tmp_path, error, state):
     assert not trainer.is_in_train
     status = open_run(tmp_path).status()
     assert (status["state"], status["steps"], status["max_steps"]) == (state, 1 if error else 2, 2)
+    trainer.evaluate()
+    assert open_run(tmp_path).status()["state"] == state  # an evaluation since changes nothing in that
 
 
 def test_a_trainer_that_only_evaluates_leaves_the_telemetry_of_its_folder_alone(tmp_path):

@@ -50,6 +50,7 @@ class Recorder:
     totals: Callable[[], dict[str, float]]  # of the run, see [`~lze_trl.record.ledger.Ledger.summary`]
     accelerator: Accelerator
     _writer: TelemetryWriter | None = field(default=None, init=False)
+    _ended: str = field(default="finished", init=False)
 
     def record(
         self, prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], batch: Any, generation: int, **facts: Any
@@ -80,10 +81,11 @@ class Recorder:
         if self._writer is not None:
             self._writer.flush()
 
-    def close(self, state: str = "finished"):
-        """Write what is left, and how the run has ended, see [`~lze_trl.record.schema.Status`]."""
+    def close(self, state: str | None = None):
+        """Write what is left, and how the run has ended, by default as before, see [`~lze_trl.record.schema.Status`]."""
+        self._ended = state or self._ended
         if self._writer is not None:
-            self._writer.close(state)
+            self._writer.close(self._ended)
             self._writer = None
 
     def _open(self, generation: int) -> TelemetryWriter | None:
