@@ -131,6 +131,7 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     assert run.prompt_counts("'; DROP TABLE groups; --")["frontier"] == 0
     assert run.prompts(prompt_id=-22).text.tolist() == ["A product"]
     assert run.prompts(prompt_id=7).empty
+    assert len(open_run(tmp_path).sql("FROM Prompt_States")) == 3
     secret = tmp_path / "secret.csv"
     secret.write_text("a\n1\n")
     with pytest.raises(TelemetryError, match="disabled by configuration"):  # a query reads nothing but the run

@@ -141,7 +141,7 @@ class Run:
         """Run DuckDB SQL over the run's tables, with `?` for parameters."""
         with self._lock:
             database = self._define()
-            if "prompt_states" in query and not self._has_states:
+            if "prompt_states" in query.lower() and not self._has_states:
                 self._run(database, _PROMPT_STATES)
                 self._has_states = True
             cursor = database.cursor()
