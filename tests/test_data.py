@@ -1,5 +1,6 @@
 """References, schemas and sources of data; what cannot be used is refused with what to do."""
 
+from io import BytesIO
 from pathlib import Path
 
 import datasets
@@ -167,9 +168,16 @@ def test_a_saved_dataset(tmp_path):
 
 
 def test_pictures_are_kept(write):
-    rows = [{"problem": "What is it?", "answer": "a cat", "image": Image.new("RGB", (2, 2))}]
-    dataset = load_prompts(write("pictures.parquet", rows))
-    assert dataset[0]["image"].size == (2, 2)
+    picture = BytesIO()
+    Image.effect_noise((64, 64), 99).save(picture, "JPEG", quality=99)
+    rows = [
+        {"problem": "What is it?", "answer": "a cat", "image": Image.open(picture), "images": [Image.open(picture)]}
+    ]
+    path = write("pictures.parquet", rows)
+    dataset = load_prompts(path)
+    assert dataset[0]["image"].size == dataset[0]["images"][0].size == (64, 64)
+    stored, read = (one.with_format("arrow")[:] for one in (Dataset.from_parquet(path), dataset))
+    assert read["image"] == stored["image"] and read["images"] == stored["images"]  # they are not compressed once more
     assert dataset["solution"] == ["a cat"]
 
 

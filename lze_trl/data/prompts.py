@@ -106,11 +106,12 @@ def load_prompts(
     parsed = parse_reference(reference)
     is_gym = reference.startswith(GYM)  # whose verifiers need no gold answers; some tasks have none
     table = load_gym(reference) if is_gym else load_table(parsed)
+    features, table = table.features, _undecoded(table)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
     columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled or is_gym)
     if limit is not None:
         table = table.select(range(min(limit, len(table))))
-    return _converted(table, columns, style)
+    return _converted(table, features, columns, style)
 
 
 def load_mixture(references: list[str], **kwargs) -> Dataset:
@@ -127,8 +128,18 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     return aligned[0] if len(aligned) == 1 else concatenate_datasets(aligned)
 
 
-def _converted(table: Dataset, columns: Columns, style: PromptStyle) -> Dataset:
-    features = table.features
+def _undecoded(table: Dataset) -> Dataset:
+    """A table whose images are bytes: decoded ones take gigabytes, and would be compressed once more when they are written."""
+    plain = Image(decode=False)
+    for name, feature in table.features.items():
+        if isinstance(feature, Image):
+            table = table.cast_column(name, plain)
+        elif feature == List(Image()):
+            table = table.cast_column(name, List(plain))
+    return table
+
+
+def _converted(table: Dataset, features: Features, columns: Columns, style: PromptStyle) -> Dataset:
     kept = [
         name
         for name, feature in features.items()
