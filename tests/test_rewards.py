@@ -14,7 +14,6 @@ from trl.rewards import get_soft_overlong_punishment
 from lze_trl import rewards
 from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, grading, limit
 from lze_trl.rewards.limit import GradingTimeout
-from lze_trl.rewards.majority import SLOW_VOTES
 
 
 def conversation(text):
@@ -103,12 +102,10 @@ def test_what_another_limit_has_cut_short_is_not_remembered_of_a_gold_answer(mon
     assert grading.read_gold("9301").text == "9301"
 
 
-def test_votes_that_take_long_differ_from_all_others_but_their_own_text(counters, caplog):
+def test_votes_that_take_long_differ_from_all_others_but_their_own_text():
     boxes = [rf"\boxed{{{text}}}" for text in (ENDLESS[0], ENDLESS[0], "1/2", "0.5", "1/2")]
     reward = MajorityReward(bounds=(0, 1), margin=1)
     assert reward.settle(reward.read(boxes, [False] * 5)).rewards == [0.0, 0.0, 1.0, 1.0, 1.0]
-    assert counters[SLOW_VOTES] > 0
-    assert "pairs of votes so far count as different" in caplog.text and "x^{x^{x^x}}" in caplog.text
 
 
 def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():

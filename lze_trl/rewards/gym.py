@@ -39,13 +39,11 @@ def find_task(task: str) -> tuple[Any, Any]:
     except ImportError as error:
         raise ImportError("`reasoning_gym:…` needs the package: pip install 'lze-trl[gym]'") from error
     known = sorted(set(DATASETS) - _EVALUATING - _UNFIT)
-    if task in _EVALUATING:
-        raise ValueError(
-            f"The verifier of the task {task!r} runs answers of the model as Python code (`eval`), so it is not used. Take "
-            f"another task: {', '.join(known)}."
-        )
     if task not in known:
-        raise ValueError(f"`reasoning_gym:` has no task {task!r}.{near(task, known)} Known are {', '.join(known)}.")
+        why = " here: its verifier runs answers of the model as Python code" if task in _EVALUATING else ""
+        raise ValueError(
+            f"`reasoning_gym:` has no task {task!r}{why}.{near(task, known)} Known are {', '.join(known)}."
+        )
     return DATASETS[task]
 
 

@@ -8,13 +8,14 @@ It depends on all completions of a prompt, which may lie on several processes an
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from .functions import Completion, Grade, completion_text, grade, warn_of
+from .functions import Completion, Grade, completion_text, grade
 from .grading import equal, final_part, last_boxed, read_gold
 from .limit import GradingTimeout, budget, in_time
 
@@ -42,11 +43,6 @@ _PLACEHOLDER = re.compile(
     r"(?:(?:insert|enter|put|write) )?(?:the |your |final |my )*(?:answer|result)(?: here)?",
     re.IGNORECASE,
 )
-
-SLOW_VOTES = (
-    "%d pairs of votes so far count as different, since math-verify did not finish in time; the latest one is %s."
-)
-
 
 REASONS_TO_ABSTAIN = ("few_votes", "low_share", "high_share", "margin")
 """Names of the reasons in metrics (`abstained_…`). The first that applies counts."""
@@ -90,11 +86,9 @@ def same_answer(one: str, other: str) -> bool:
     Whether two votes are equal in either direction. One that cannot be read, or compared in time, equals only the same text.
     Votes of a group are compared again in every round: what was found is remembered.
     """
-    try:
+    with suppress(GradingTimeout):
         return one == other or in_time(_equal_texts, one, other)
-    except GradingTimeout:
-        warn_of(SLOW_VOTES, (one, other))
-        return False
+    return False
 
 
 def _equal_texts(one: str, other: str) -> bool:
