@@ -178,6 +178,8 @@ def test_pictures_are_kept(write):
     assert dataset[0]["image"].size == dataset[0]["images"][0].size == (64, 64)
     stored, read = (one.with_format("arrow")[:] for one in (Dataset.from_parquet(path), dataset))
     assert read["image"] == stored["image"] and read["images"] == stored["images"]  # they are not compressed once more
+    rows += [rows[0] | {"image": Image.new("RGB", (2, 2))}]
+    assert len(set(load_prompts(write("two.parquet", rows))["prompt_id"])) == 2
     assert dataset["solution"] == ["a cat"]
 
 

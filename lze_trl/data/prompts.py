@@ -124,8 +124,11 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     for table in tables:
         for name, feature in table.features.items():
             features[name] = feature if features.get(name, feature) == feature else Value("string")
-    aligned = [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
-    return aligned[0] if len(aligned) == 1 else concatenate_datasets(aligned)
+    if len(tables) == 1:
+        return tables[0]
+    return concatenate_datasets(
+        [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
+    )
 
 
 def _undecoded(table: Dataset) -> Dataset:
@@ -146,6 +149,7 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
         if isinstance(feature, (Value, Image)) or name == "images"
         if name not in (columns.prompt, columns.answer, *_OWN)
     ]
+    images = [name for name in kept if not isinstance(features[name], Value)]  # the same question may be asked of many
     text = Value("string")
     result: dict[str, Any] = {"prompt": _MESSAGES if style.conversational else text, "solution": text}
     result |= {"prompt_id": Value("int64"), "source": text} | {name: features[name] for name in kept}
@@ -153,7 +157,8 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
     def row_of(row: dict[str, Any]) -> dict[str, Any]:
         prompt, gold = style.write(columns.problem(row), columns.source), columns.gold(row)
         made = {"prompt": prompt, "solution": gold, "prompt_id": row.get("prompt_id"), "source": columns.source}
-        made["prompt_id"] = id_of({name: made[name] for name in _OWN[:3]}, "solution")
+        shown = {name: row[name] for name in images}
+        made["prompt_id"] = id_of({name: made[name] for name in _OWN[:3]} | shown, "solution")
         return made | {name: row[name] for name in kept}
 
     def batch_of(batch: dict[str, list]) -> dict[str, list]:
