@@ -1,5 +1,6 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
+import gc
 import inspect
 import socket
 from unittest.mock import Mock
@@ -117,6 +118,14 @@ def test_a_sync_that_fails_stops_the_run(connect, monkeypatch):
     monkeypatch.setattr(weights, "save_file", Mock(side_effect=SafetensorError("No space left on device")))
     with pytest.raises(SafetensorError, match="No space left"):
         connect().sync_weights()
+
+
+def test_the_weights_go_with_the_trainer(connect, tmp_path):
+    generation = connect()
+    generation.sync_weights()
+    del generation
+    gc.collect()
+    assert list((tmp_path / "sync").iterdir()) == []
 
 
 def make_trainer(fake, directory, rewards, **settings):

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from operator import itemgetter
+from types import SimpleNamespace
 
 import pytest
 
@@ -258,6 +259,10 @@ def test_connect_refuses_a_server_that_cannot_be_trained_with(fakes):
 def test_urls_are_checked(urls):
     with pytest.raises(ValueError, match="vllm_server_urls"):
         ServerPool(urls, 1, 1.0, 1.0)
+
+
+def test_urls_may_end_as_clients_of_openai_want_them(fakes):
+    make_pool([SimpleNamespace(url=f"{fakes[0].url}/v1/")]).connect(5.0)
 
 
 def test_works_where_an_event_loop_is_running_and_leaves_nothing_running(fakes):

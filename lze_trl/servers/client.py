@@ -69,7 +69,8 @@ class VLLMServer:
             raise ValueError(
                 f"A vLLM server is given by its base URL, such as 'http://127.0.0.1:8000' (`vllm_server_urls`), got {url!r}."
             )
-        self.url, self.host, self.request_timeout = url.rstrip("/"), parts.hostname, request_timeout
+        self.url = url.rstrip("/").removesuffix("/v1")  # with which OpenAI's clients want it
+        self.host, self.request_timeout = parts.hostname, request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
         self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load

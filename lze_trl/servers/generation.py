@@ -4,6 +4,7 @@ import hashlib
 import logging
 import shutil
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -94,6 +95,7 @@ class HTTPGeneration:
                 "`vllm_importance_sampling_correction=False`."
             )
         self._directory = shared_directory(self.args.vllm_server_kwargs["sync_dir"], servers)
+        weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)  # with the trainer, or the program
         context_length = min(server.max_model_len for server in servers)
         return probe_tokens(base, self.processing_class, context_length), getattr(torch, servers[0].dtype)
 

@@ -1,7 +1,5 @@
 """What a weight sync needs besides the weights: a shared directory, and tokens to compare the log-probs on."""
 
-import atexit
-import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -70,8 +68,7 @@ def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLM
 
 def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
     """
-    A new directory in `root` that trainer and servers share, removed when the program ends. The default is shared memory,
-    if every server runs on this host.
+    A new directory in `root` that trainer and servers share. The default is shared memory, if every server runs on this host.
     """
     if root is None:
         here = "localhost", "127.0.0.1", "::1", socket.gethostname().lower()  # as the host of a URL is
@@ -86,5 +83,4 @@ def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
     directory = Path(tempfile.mkdtemp(prefix="lze-trl-weights-", dir=root)).resolve()
     if root != "/dev/shm":
         directory.chmod(0o755)  # a server on another host may run as another user
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return directory
