@@ -52,6 +52,10 @@ def prepare(
     controller = controller or args.make_controller()
     voting: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     votes = get_callable_name(voting[0]) if voting else None
+    if any(isinstance(func, type) for func in voting):
+        raise TypeError(
+            f"The reward of whole groups `{votes}` is a class. Pass an object of it among the `reward_funcs`."
+        )
     ranks = planner is not None or args.planner != "solved"
     of_run = _of_run(args, train_dataset, given, controller, planner, ranks, votes, own_sampler)
     _refuse([*_of_settings(args), *of_run])

@@ -74,6 +74,7 @@ REFUSED = [
     (r"training set has .* prompt of row 1\.", prompted([USER | {"content": "1"}], [USER | {"content": None}]), {}),
     ("`selector` must be an object of your own", {}, {"selector": "energy"}),
     ("`controller` must be an object of your own", {}, {"controller": Gate}),
+    ("`MajorityReward` is a class", {"reward_funcs": MajorityReward}, {}),
     ("There is no model folder `runs/none/model`", {}, {"model": "runs/none/model"}),
 ]
 
