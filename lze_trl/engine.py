@@ -71,14 +71,15 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     """
     view, own = object.__new__(type(trainer)), vars(trainer)
     model: Any = trainer.model
+    args: Any = trainer.args
     kept = {name: copy.deepcopy(own[name]) for name in ("state", "_metrics", "_logs")}
     if own.get("_environment_pool"):
         kept["_environment_pool"] = {name: [] for name in own["_environment_pool"]}
-    accumulation = {"current_gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
+    accumulation = {"current_gradient_accumulation_steps": args.gradient_accumulation_steps}
     vars(view).update(own | kept | accumulation | changes)
     gradients, training = [parameter.grad for parameter in model.parameters()], model.training
     numbers, python = np.random.get_state(), random.getstate()
-    servers = trainer.vllm_generation if trainer.args.over_http else None
+    servers: Any = trainer.vllm_generation if args.over_http else None
     seeds = {} if servers is None else servers.state_dict()
     try:
         with torch.random.fork_rng():
