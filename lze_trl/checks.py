@@ -140,6 +140,7 @@ def _of_run(
         (normalizes and not uniform, f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use 'sum_then_normalize'."),
         (votes and stops_at_pass, f"`controller='reinforce_ada_positive'` stops at a pass: by '{votes}' every group has one. Use another."),
         (votes and normalizes, f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{votes}' abstains. Unset it."),
+        (given.get("instruction") and not writes, f"`instruction`, or the `instruct_generator` of a recipe, is for a model that writes its problems. Set {itself}, or leave it out."),
         (writes and not readable, f"{itself} reads all seeds. Load the training set without streaming."),
         (writes and args.max_steps <= 0, f"{itself} has no end of its own. Set `max_steps`."),
         (writes and (ranks or pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),

@@ -153,8 +153,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             )
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         own_sampler = _override(type(self), "_get_train_sampler")
+        given = kwargs | {"instruction": instruction}
         train_dataset, controller, self.resolved = checks.prepare(
-            args, train_dataset, funcs, kwargs, planner, controller, own_sampler, selector
+            args, train_dataset, funcs, given, planner, controller, own_sampler, selector
         )
         callables = [
             reader(func, lambda ballots: None, (), True) if isinstance(func, GroupReward) else func for func in funcs

@@ -13,11 +13,14 @@ from datasets import Dataset
 import tiny
 from launches import fork
 from lze_trl.checkpoint import CheckpointError
+from lze_trl.data import PromptStyle
 from lze_trl.job.train import main as job
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.record import open_run
 from lze_trl.rewards import MajorityReward
 from lze_trl.rollout.controllers import Gate
+from lze_trl.selfplay.online import Instruction
+from lze_trl.selfplay.writer import Seeds
 from tiny import make, run
 
 
@@ -61,6 +64,7 @@ REFUSED = [
     ("multi_objective_aggregation", {"controller": "gate", **NORMALIZED}, {}),
     ("max_steps", {"self_play": {"instruct": True}, "max_steps": -1}, {}),
     ("planner", {**INSTRUCT, "planner": "greso"}, {}),
+    (r"`instruction`.* Set `self_play=\{'instruct'", {}, {"instruction": Instruction(Seeds(()), PromptStyle())}),
     ("presence_penalty", {**INSTRUCT, "self_play": {"instruct": True, "presence_penalty": 1.0}}, {}),
     ("by 'majority_reward' every group has one", {**VOTES, "controller": "reinforce_ada_positive"}, {}),
     ("for which 'majority_reward' abstains", {**VOTES, **NORMALIZED}, {}),

@@ -85,6 +85,7 @@ def trainer_arguments(
         "dtype": model_args.dtype,
         **given,
     }
+    writes = training_args.self_play["instruct"] or script_args.instruct_generator
     return {
         "model": model_args.model_name_or_path,
         "reward_funcs": reward_funcs,
@@ -93,7 +94,7 @@ def trainer_arguments(
         "tools": [load_named("tools", name) for name in script_args.tools] or None,
         "environment_factory": load_named("environment_factory", script_args.environment_factory),
         "eval_dataset": eval_dataset,
-        "instruction": make_instruction(script_args, training_args) if training_args.self_play["instruct"] else None,
+        "instruction": make_instruction(script_args, training_args) if writes else None,
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }
