@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lze_trl.evaluation.votes import VoteHistory
+from lze_trl.evaluation.during import why_to_stop
 
 from .sampling import spread
 from .tables import table
@@ -21,20 +21,12 @@ _ENDS = 10  # steps that are averaged at the start and at the end
 _COLOURS = ("#4d5760", "#d55e00", "#0072b2", "#e69f00", "#56b4e9", "#009e73", "#cc79a7")
 
 
-def stopped_at(result: dict[str, Any], groups: int) -> tuple[int, str] | None:
-    """Step at which the stop rules would have ended a run, and by which of them."""
-    history, steps = VoteHistory(), result["steps"]
-    probes = {point["step"]: point["probe"] for point in result["accuracy"]}
-    for step in range(len(steps["share"]) + 1):
-        if step:
-            logged = {"votes/winner_share": steps["share"][step - 1]}
-            logged |= {"votes/concentration": steps["concentration"][step - 1]}
-            history.add_batch(logged, groups)
-        if step in probes:
-            history.add_probe(step, probes[step]["mean"], probes[step]["standard_error"])
-        if (reason := history.reason()) is not None:
-            return step, reason.partition(":")[0]
-    return None
+def stopped_at(result: dict[str, Any]) -> int | None:
+    """Step at which the probes would have ended a run."""
+    points = [(point["step"], point["probe"]) for point in result["accuracy"]]
+    probes = [(step, probe["mean"], probe["standard_error"]) for step, probe in points]
+    ends = (n for n in range(1, len(probes) + 1) if why_to_stop(probes[:n]) is not None)
+    return next((probes[n - 1][0] for n in ends), None)
 
 
 def precision_by_votes(labels: list[list[list[int]]], last: bool) -> dict[int, tuple[int, int]]:
@@ -73,8 +65,8 @@ def markdown(contents: Sequence[dict[str, Any]]) -> str:
     rows = []
     for arm, found in by_arm.items():
         values = [spread([value(content["result"]) for content in found], form) for _, value, form in _COLUMNS]
-        stops = [stopped_at(content["result"], content["run"]["rows"] // 8) for content in found]
-        rows.append([arm, *values, "; ".join("–" if stop is None else f"{stop[0]} ({stop[1]})" for stop in stops)])
+        stops = [stopped_at(content["result"]) for content in found]
+        rows.append([arm, *values, "; ".join("–" if stop is None else str(stop) for stop in stops)])
     header = ["reward", *(title for title, *_ in _COLUMNS), "stopped at step"]
     run, result = contents[0]["run"], contents[0]["result"]
     before, problems = result["accuracy"][0]["held_out"]["mean"], result["problems"]
@@ -87,8 +79,8 @@ def markdown(contents: Sequence[dict[str, Any]]) -> str:
             table(header, rows),
             f"Mean over the seeds (smallest–largest). Seeds of {shown}. {run['steps']} steps of {run['rows']} completions, 8 of each "
             f"prompt, 40 % of the groups by energy, learning rate {run['learning_rate']:g}. Accuracy: as expected at temperature "
-            f"1 on {problems['held_out']:,} held-out problems, {before:.3f} without training. The stop rules look at "
-            f"{problems['probe']} others, every 10 steps; here they only tell, and do not stop.",
+            f"1 on {problems['held_out']:,} held-out problems, {before:.3f} without training. The stop rule looks at "
+            f"{problems['probe']} others, every 10 steps; here it only tells, and does not stop.",
             "Labels by their votes, all groups, whether or not the label counts:",
             _votes_table(by_arm),
             f"{'; '.join(sorted({content['machine'] for content in contents}))}. {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}.",
@@ -146,8 +138,8 @@ def write_picture(path: Path, contents: Sequence[dict[str, Any]]):
             list(pooled), [right / count for right, count in pooled.values()], "o-", ms=4, color=colour, lw=1.3
         )
         for content in found:
-            if stop := stopped_at(content["result"], content["run"]["rows"] // 8):
-                accuracy.axvline(stop[0], color=colour, lw=0.9, ls=":")
+            if stop := stopped_at(content["result"]):
+                accuracy.axvline(stop, color=colour, lw=0.9, ls=":")
     start = _pooled(contents, last=False)
     by_votes.plot(list(start), [right / count for right, count in start.values()], "k--", lw=1.3, label="at the start")
     by_votes.plot([0, 8], [0, 1], color="#c0c8cf", lw=0.9, label="share = probability")

@@ -51,7 +51,6 @@ class GenerationStep:
         self.micro_step = 0  # calls of `training_step` so far
         self.batch: Any = None  # the last `Batch`, as it is trained on
         self.window = Window()  # the optimizer step under way
-        self.histories: dict[str, Any] = {}  # of callbacks, by their name in a checkpoint: told of every batch
         self.advice = Advice(self.args, self.recorder.reward_names)
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
@@ -187,8 +186,6 @@ class GenerationStep:
         """Score the groups, remember their prompts, and add what is known of them."""
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
         groups = self.state.visit(drawn, chances)
-        for history in self.histories.values():
-            history.add_batch(drawn.facts.get("logged", {}), len(groups))
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
@@ -306,7 +303,6 @@ class GenerationStep:
             "passes": self.passes.stream,
             "advice": self.advice,
             "ledger": self.ledger,
-            **self.histories,
         }
 
     def state_dict(self) -> dict[str, Any]:

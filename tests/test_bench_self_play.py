@@ -1,4 +1,4 @@
-"""What majority labels are worth: a run is recorded as it was, and read as the stop rules would have."""
+"""What majority labels are worth: a run is recorded as it was, and read as the stop rule would have."""
 
 from argparse import Namespace
 
@@ -12,16 +12,13 @@ from benchmarks.self_play import ARMS, planned, read_results, report
 from benchmarks.self_play_report import stopped_at
 
 
-def result(concentrations, accuracies):
-    probes = [{"mean": accuracy, "standard_error": 0.02} for accuracy in accuracies]
-    columns = {"share": [0.5] * len(concentrations), "concentration": concentrations}
-    return {"accuracy": [{"step": 10 * i, "probe": probe} for i, probe in enumerate(probes)], "steps": columns}
+def test_where_the_probes_would_have_stopped():
+    def result(*accuracies):
+        probes = [{"mean": accuracy, "standard_error": 0.02} for accuracy in accuracies]
+        return {"accuracy": [{"step": 10 * i, "probe": probe} for i, probe in enumerate(probes)]}
 
-
-def test_where_the_rules_would_have_stopped():
-    assert stopped_at(result([0.05] * 20, [0.4, 0.42, 0.43]), 16) is None
-    assert stopped_at(result([0.05] * 12 + [0.5] * 8, [0.4, 0.42, 0.43]), 16) == (15, "concentration")
-    assert stopped_at(result([0.05] * 20, [0.4, 0.3, 0.3]), 16) == (20, "accuracy")
+    assert stopped_at(result(0.4, 0.42, 0.43)) is None
+    assert stopped_at(result(0.4, 0.3, 0.3)) == 20
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -1,8 +1,8 @@
 """Evaluation on tasks and on a probe set during a training, by the same code and into the run's folder."""
 
 import logging
-import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ from trl import GRPOTrainer
 from ..record.evaluations import FOLDER, RESULT_FILES, interval_text
 from .policy import engine_of
 from .run import Evaluation
-from .votes import VoteHistory
 
 
 logger = logging.getLogger(__name__)
 
 _WIDTH = 2 * 1.96  # of a 95 % interval, in standard errors
+_PATIENCE = 2  # probes in a row that are worse than the best one
+_ERRORS = 2.0  # standard errors by which they are
 
 
 class TaskEvaluation(TrainerCallback):
@@ -80,63 +81,87 @@ class TaskEvaluation(TrainerCallback):
 
 class Probe(TaskEvaluation):
     """
-    Evaluates on held-out problems with gold answers that are not trained on, and stops a training on votes that goes wrong.
+    Evaluates on held-out problems with gold answers that are not trained on, and stops a training that gets worse on them.
 
     The checkpoint of the best probe is kept, and is what the training ends with.
 
     Args:
-        trainer ([`LZEGRPOTrainer`]): The trainer that it is added to; it has a majority reward.
+        trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to.
         evaluation ([`Evaluation`]): The problems, how they are decoded, and how they are scored.
         every (`int`): Steps between probes.
     """
 
     name = "probe"
 
-    def __init__(self, trainer: Any, evaluation: Evaluation, every: int):
+    def __init__(self, trainer: GRPOTrainer, evaluation: Evaluation, every: int):
         super().__init__(trainer, evaluation, every)
-        self.history = trainer.generation_step.histories["votes"] = VoteHistory()
         trainer.args.load_best_model_at_end = True
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         super().on_train_begin(args, state, control, **kwargs)
-        control.should_training_stop |= self._stops()  # if it has stopped at the checkpoint that it is resumed from
+        control.should_training_stop |= self._stops(
+            state
+        )  # if it has stopped at the checkpoint that it is resumed from
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: object):
         last = state.global_step == state.max_steps
         if state.global_step % self.every == 0 or last:
             self._evaluate(args, state)
-            if (best := self.history.best) is not None and best[0] == state.global_step:
-                state.best_global_step, state.best_metric = best
-                state.best_model_checkpoint = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            step, accuracy, _ = best_probe(probes_of(state))
+            if step == state.global_step:
+                state.best_global_step, state.best_metric = step, accuracy
+                state.best_model_checkpoint = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{step}"
                 control.should_save = True
-        if not last and self._stops():
+        if not last and self._stops(state):
             control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
-        if state.is_world_process_zero and (best := self.history.best) is not None:
+        probes = probes_of(state)
+        if state.is_world_process_zero and any(step > 0 for step, *_ in probes):
+            best, first = best_probe(probes), probes[0]
             words = "The model is that of step %d: %.1f %% on the probe set, at step %d it was %.1f %%."
-            step, _, accuracy, _ = self.history.probes[0]
-            logger.info(words, best[0], 100 * best[1], step, 100 * accuracy)
+            logger.info(words, best[0], 100 * best[1], first[0], 100 * first[1])
 
     def _evaluate(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         results = super()._evaluate(args, state)
         told: list[Any] = [results and _pooled(results)]
         broadcast_object_list(told)
         accuracy, error = told[0]
-        self.history.add_probe(state.global_step, accuracy, error)
-        logged = {"probe/accuracy": accuracy, "probe/gap": self.history.gaps[-1]}
-        self._log({name: value for name, value in logged.items() if math.isfinite(value)})
+        self._log({"probe/accuracy": accuracy, "probe/standard_error": error})
         return results
 
     def _tell(self, step: int, results: dict[str, Any]):
         accuracy, error = _pooled(results)
         logger.info("step %d  probe  accuracy %.1f %% ± %.1f", step, 100 * accuracy, 100 * error)
 
-    def _stops(self) -> bool:
-        reason = self.history.reason()
+    def _stops(self, state: TrainerState) -> bool:
+        reason = why_to_stop(probes_of(state))
         if reason is not None:
-            logger.warning("Training stops, %s.", reason)
+            logger.warning("Training stops: %s.", reason)
         return reason is not None
+
+
+def probes_of(state: TrainerState) -> list[tuple[int, float, float]]:
+    """Step, accuracy and standard error of every probe of a training, from its log, which checkpoints hold."""
+    logged = [entry for entry in state.log_history if "probe/accuracy" in entry]
+    return [(int(entry["step"]), entry["probe/accuracy"], entry["probe/standard_error"]) for entry in logged]
+
+
+def best_probe(probes: Sequence[tuple[int, float, float]]) -> tuple[int, float, float]:
+    """The best probe after the first step, the earliest of several."""
+    return max((probe for probe in probes if probe[0] > 0), key=lambda probe: probe[1])
+
+
+def why_to_stop(probes: Sequence[tuple[int, float, float]]) -> str | None:
+    """The reason, where the latest probes are all worse than the best one by more than its error allows; else `None`."""
+    latest = probes[-_PATIENCE:]
+    step, best, error = max(probes, key=lambda probe: probe[1], default=(0, 0.0, 0.0))
+    if len(latest) < _PATIENCE or any(accuracy >= best - _ERRORS * error for _, accuracy, _ in latest):
+        return None
+    return (
+        f"accuracy on the probe set was {best:.1%} at step {step}, and is lower by more than two standard errors at "
+        f"{_PATIENCE} probes in a row, now {latest[-1][1]:.1%}"
+    )
 
 
 def _pooled(results: dict[str, Any]) -> tuple[float, float]:

@@ -219,7 +219,6 @@ class Rounds:
         for name, value in metrics.items():
             engine.metrics[name].append(value)
         batch.held = {name: values for name, values in batch.held.items() if not name.startswith(BALLOTS)}
-        batch.facts = {"logged": metrics}
         return batch
 
     def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
