@@ -136,13 +136,12 @@ class FakeVLLM:
             logprob = -1.0 if self.loads else -2.0
             entries = [None, *({str(token): {"logprob": logprob}} for token in body["prompt"][1:])]
             return 200, {"choices": [{"index": 0, "prompt_logprobs": entries}]}
-        prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
-        if max(max(prompt) for prompt in prompts) >= self.vocab_size:
+        if max(body["prompt"]) >= self.vocab_size:
             return 400, {"error": {"message": "out of vocabulary"}}
         scores = {"token_logprobs": [-0.5, -0.25]}
         choices = [
             {"index": i, "token_ids": [self.loads, i], "logprobs": dict(scores), "finish_reason": "stop"}
-            for i in range(len(prompts) * body.get("n", 1))
+            for i in range(body["n"])
         ]
         if callable(fault):  # any change of the last completion
             fault(choices[-1])
