@@ -214,7 +214,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 16_056, "core": 11_517, "tests": 16_540}
+LINES = {"package": 15_914, "core": 11_448, "tests": 16_537}
 """Most lines of Python, scripts and styles. It goes down."""
 
 

@@ -232,6 +232,11 @@ def test_reward_functions_are_the_users_own(tmp_path):
         trainer.train()
 
 
+def test_completions_may_have_no_limit(tmp_path):
+    trainer = tiny.run(tmp_path, max_steps=2, max_completion_length=None)
+    assert max(tiny.history(trainer, "completions/max_length")) == 20  # where transformers' `generate` ends
+
+
 def test_settings_may_be_shared(tmp_path):
     args = tiny.config(tmp_path, strategy="lze")
     before = args.pruning, args.deduplicate

@@ -4,14 +4,12 @@ import json
 import logging
 import re
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import probe_run
 import tiny
-import votes_run
 from launches import on_processes
 from lze_trl.evaluation.during import best_probe, probes_of, why_to_stop
 from lze_trl.job.recipe import RecipeError, parse_recipe

@@ -98,11 +98,13 @@ class Advice:
         return self._of_groups(table, batches) | self._of_rewards(table, batches) | self._of_settings(table, batches)
 
     def _of_groups(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
-        said, dead = {}, table["dead"].mean()
+        said, dead, limit = {}, table["dead"].mean(), self.args.max_completion_length
+        # Without one, transformers' `generate` ends after 20 tokens
+        at_limit, higher = ("", "") if limit is None else (f" at {limit} tokens", f": {2 * limit}")
         for cause, what in CAUSES.items():
             share = table[cause].mean()
             if dead >= _MOST and share >= _OF_GROUPS:
-                at = f" at {self.args.max_completion_length} tokens" if cause == "cut_off" else ""
+                at = at_limit if cause == "cut_off" else ""
                 skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
                 cure = "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
                 said[cause] = (
@@ -110,10 +112,9 @@ class Advice:
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
-            limit = self.args.max_completion_length
             said["cut_off"] = (
-                f"{rows:.0%} of the completions of the last {batches} were cut off at {limit} tokens. Set `max_completion_length: "
-                f"{2 * limit}`, or ask for shorter answers."
+                f"{rows:.0%} of the completions of the last {batches} were cut off{at_limit}. Set "
+                f"`max_completion_length{higher}`, or ask for shorter answers."
             )
         return said
 
