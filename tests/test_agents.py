@@ -34,7 +34,7 @@ from lze_trl.app.views import prompt_detail
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.record import open_run
-from lze_trl.rollout.episodes import EpisodeError, guarded
+from lze_trl.rollout.episodes import EpisodeError, Episodes, guarded
 from lze_trl.rollout.guard import checked
 from test_laws import distance
 from tiny import history
@@ -358,9 +358,17 @@ def test_a_prompt_whose_episodes_keep_failing_ends_the_run(tmp_path, strategy):
     never = failing("reset", RuntimeError("no such level"), lambda environment: environment.total == 4)
     case = Case({"environment_factory": never}, ("plus",))
     settings = {"max_steps": 60, "save_strategy": "steps", "save_steps": 1, "telemetry": True}
-    with pytest.raises(EpisodeError, match=r"3 episodes in a row failed .*raised RuntimeError: no such level"):
+    with pytest.raises(EpisodeError, match=r"[34] episodes in a row failed .*raised RuntimeError: no such level"):
         train(LZEGRPOTrainer, tmp_path, case, strategy=strategy, shuffle_dataset=False, **settings)
     assert open_run(tmp_path).generations()["groups"].sum() > 0
+
+
+def test_an_episode_that_succeeds_beside_failed_ones_resets_their_count():
+    episodes = Episodes()
+    for reasons in (["lost"] * 7 + [None], ["lost"] * 2):
+        episodes.observe([5] * len(reasons), ["p"] * len(reasons), reasons)
+    with pytest.raises(EpisodeError, match="3 episodes in a row"):
+        episodes.observe([5], ["p"], ["lost"])
 
 
 def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):

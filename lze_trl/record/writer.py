@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ class TelemetryWriter:
 
     def record_step(self, step: int, metrics: dict[str, Any]):
         """Queue the metrics of one log, those of them that are numbers."""
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
         when = {"step": step, "generation": self._last_generation, "time": time.time()}
         columns = when | {"name": list(numbers), "value": list(numbers.values())}
         self._queue.append((f"A log of step {step}", lambda: {"steps": to_table(columns)}))

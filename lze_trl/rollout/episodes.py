@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -150,13 +150,20 @@ class Episodes:
         self._in_a_row: Counter[int] = Counter()  # by prompt id
 
     def observe(self, prompt_ids: Sequence[int], prompts: Sequence[Any], reasons: Sequence[str | None]):
-        """Enter the episodes of this process, in the order of their prompts. An [`EpisodeError`] if the last three of a prompt have failed."""
-        for prompt_id, prompt, reason in zip(prompt_ids, prompts, reasons, strict=True):
-            self._in_a_row[prompt_id] = 0 if reason is None else self._in_a_row[prompt_id] + 1
-            if self._in_a_row[prompt_id] == MOST_FAILURES:
+        """
+        Enter the episodes of this process, which were played at once. An [`EpisodeError`] if the last three or more of a prompt
+        have all failed; one that succeeds beside them shows that the prompt can be played.
+        """
+        by_prompt: dict[int, list[int]] = defaultdict(list)
+        for i, prompt_id in enumerate(prompt_ids):
+            by_prompt[prompt_id].append(i)
+        for prompt_id, own in by_prompt.items():
+            all_failed = all(reasons[i] is not None for i in own)
+            self._in_a_row[prompt_id] = self._in_a_row[prompt_id] + len(own) if all_failed else 0
+            if self._in_a_row[prompt_id] >= MOST_FAILURES:
                 raise EpisodeError(
-                    f"{MOST_FAILURES} episodes in a row failed for the prompt {str(prompt)[:200]!r} (id {prompt_id}): {reason}. "
-                    "Mend the environment, or leave the prompt out; then resume."
+                    f"{self._in_a_row[prompt_id]} episodes in a row failed for the prompt {str(prompts[own[0]])[:200]!r} (id {prompt_id}): "
+                    f"{reasons[own[0]]}. Mend the environment, or leave the prompt out; then resume."
                 )
         failed = [reason for reason in reasons if reason is not None]
         if failed:
