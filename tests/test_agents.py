@@ -333,9 +333,8 @@ class Vote:
 def test_a_failed_episode_has_no_vote(tmp_path):
     calls = itertools.count()
     flaky = failing("reset", OSError("gone"), lambda environment: next(calls) % 5 == 1)
-    trainer = train(
-        LZEGRPOTrainer, tmp_path, Case({"environment_factory": flaky, "reward_funcs": Vote()}), max_steps=2
-    )
+    case = Case({"environment_factory": flaky, "reward_funcs": Vote()})
+    trainer = train(LZEGRPOTrainer, tmp_path, case, max_steps=2)
     failed, votes = history(trainer, "lze/failed_episodes"), history(trainer, "Vote/votes")
     assert min(failed) > 0 and votes == [(12 - count) / 3 for count in failed]
 

@@ -122,6 +122,4 @@ def test_lost_weights_are_not_saved(tmp_path, logging_steps):
     with pytest.raises(FloatingPointError, match=r"after step 4:.*checkpoint-2"):
         trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
-    resumed = tiny.make(tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 4
+    assert tiny.make(tmp_path, **settings).train(resume_from_checkpoint=True).global_step == 4

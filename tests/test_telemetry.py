@@ -315,8 +315,8 @@ def test_what_cannot_be_recorded_does_not_stop_the_rest(tmp_path, caplog):
     writer.record(make_record(0))
     writer.record(make_record(1, ids=(11, 44, 55), text=["too few"]))
     writer.record(make_record(2, ids=(11, 44, 66)))
-    writer.record_step(4, {"loss": np.float32(0.5), 7: 1.0})
-    writer.record_step(5, {"loss": 0.25})
+    writer.record_step(4, {"loss": 0.5, 7: 1.0})
+    writer.record_step(5, {"loss": np.float32(0.25)})
     writer.close()
     assert "Generation batch 1 could not be recorded" in caplog.text
     assert "A log of step 4 could not be recorded" in caplog.text
