@@ -321,7 +321,7 @@ class Engine:
         held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
         counted = loss_mask
         if logprobs is None and watch is not None:
-            logprobs, counted = watch.token_logprobs(completion_ids), None
+            logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
         ends = self.end_tokens
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),

@@ -99,9 +99,8 @@ class Probe(TaskEvaluation):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         super().on_train_begin(args, state, control, **kwargs)
-        control.should_training_stop |= self._stops(
-            state
-        )  # if it has stopped at the checkpoint that it is resumed from
+        # It may have stopped at the checkpoint that it is resumed from
+        control.should_training_stop |= self._stops(state)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: object):
         last = state.global_step == state.max_steps
