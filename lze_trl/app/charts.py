@@ -68,7 +68,9 @@ def lines(
             marker_size=5,
             line_dash=_DASHES[place // len(_COLOURS) % len(_DASHES)],
         )
-    return figure.update_yaxes(range=y_range)
+    if not series:
+        figure.add_annotation(text="None was recorded.", showarrow=False).update_xaxes(visible=False)
+    return figure.update_yaxes(range=y_range, visible=bool(series))
 
 
 def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:

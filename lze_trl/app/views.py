@@ -251,7 +251,7 @@ def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: 
     """The table of the first prompts in a frame, of `total` that were found."""
     shown = table(PROMPTS, prompt_table(run, frame.head(MOST_ROWS)), order, opened)
     more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
-    return HTML.prompts(f"{total:,} prompts.{more}", shown)
+    return HTML.prompts(f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}", shown)
 
 
 def prompt_detail(run: Run, prompt_id: int) -> Markup:

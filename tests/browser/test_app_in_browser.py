@@ -298,7 +298,7 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     shown.get_by_role("heading", name=f"Completions at step {step}", exact=True).wait_for()
     # A point of the chart opens its prompt
     search(page, str(prompts.prompt_id[1]))
-    wait_for(lambda: found.inner_text().strip() == "1 prompts.")
+    wait_for(lambda: found.inner_text().strip() == "1 prompt.")
     point = page.locator("#lze-scatter .point")
     wait_for(lambda: point.count() == 1)
     point.scroll_into_view_if_needed()
