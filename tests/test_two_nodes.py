@@ -23,8 +23,9 @@ SCRIPT, SERVER = ROOT / "tests" / "nodes_run.py", ROOT / "tests" / "seeded_vllm.
 def _has_namespaces() -> bool:
     if os.geteuid() or not shutil.which("ip"):
         return False
-    made = subprocess.run(["ip", "netns", "add", "lze-probe"], capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "del", "lze-probe"], capture_output=True)
+    name = f"lze-probe-{os.getpid()}"  # several processes collect this file at once
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
     return made
 
 
