@@ -117,9 +117,8 @@ def what_a_kill_leaves(run_dir: Path):
 def test_lost_weights_are_not_saved(tmp_path, logging_steps):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": logging_steps}
     trainer = tiny.make(tmp_path, **settings, save_total_limit=1)
-    next(trainer.model.parameters()).register_hook(
-        lambda grad: grad * [1, float("nan")][trainer.state.global_step == 3]
-    )
+    weight = next(trainer.model.parameters())
+    weight.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 3 else grad)
     with pytest.raises(FloatingPointError, match=r"after step 4:.*checkpoint-2"):
         trainer.train()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]

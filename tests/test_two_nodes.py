@@ -23,9 +23,8 @@ SCRIPT, SERVER = ROOT / "tests" / "nodes_run.py", ROOT / "tests" / "seeded_vllm.
 def _has_namespaces() -> bool:
     if os.geteuid() or not shutil.which("ip"):
         return False
-    name = f"lze-probe-{os.getpid()}"  # several processes collect this file at once
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    made = subprocess.run(["ip", "netns", "add", f"probe-{NAME}"], capture_output=True).returncode == 0
+    subprocess.run(["ip", "netns", "del", f"probe-{NAME}"], capture_output=True)
     return made
 
 
