@@ -364,10 +364,9 @@ def test_a_prompt_whose_episodes_keep_failing_ends_the_run(tmp_path, strategy):
 
 def test_an_episode_that_succeeds_beside_failed_ones_resets_their_count():
     episodes = Episodes()
-    for reasons in (["lost"] * 7 + [None], ["lost"] * 2):
-        episodes.observe([5] * len(reasons), ["p"] * len(reasons), reasons)
+    episodes.observe([5] * 10, ["p"] * 10, ["lost"] * 9 + [None])
     with pytest.raises(EpisodeError, match="3 episodes in a row"):
-        episodes.observe([5], ["p"], ["lost"])
+        episodes.observe([5] * 3, ["p"] * 3, ["lost"] * 3)
 
 
 def test_the_environment_of_the_page_trains(tmp_path, monkeypatch):

@@ -130,7 +130,9 @@ class VLLMServer:
 
     async def complete(self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict) -> list[Completion]:
         """`count` completions of a prompt, with sampling settings in the server's names."""
-        body = body | {"model": self.model, "prompt": prompt, "n": count, "logprobs": 0, "return_token_ids": True}
+        # vLLM refuses `n > 1` when decoding is greedy
+        wanted = {"prompt": [prompt] * count} if body["temperature"] == 0 else {"prompt": prompt, "n": count}
+        body = body | wanted | {"model": self.model, "logprobs": 0, "return_token_ids": True}
 
         def completions(answer: dict) -> list[Completion]:
             choices = sorted(answer["choices"], key=itemgetter("index"))

@@ -21,7 +21,8 @@ class SyncRecorder(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         pool = self.trainer.vllm_generation.pool
-        self.differences.append([pool.snapshot.version, *(server.difference for server in pool.servers)])
+        version = getattr(pool.snapshot, "version", None)  # of the main process
+        self.differences.append([version, *(server.difference for server in pool.servers)])
 
 
 def run(directory: Path, name: str, settings: dict):
