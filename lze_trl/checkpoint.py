@@ -189,9 +189,11 @@ def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: 
     Raise `FloatingPointError` if a weight that is trained has become NaN or infinite: no checkpoint of it is to take the place of a
     good one. All processes must call it.
     """
-    trained = [getattr(weight, "ds_tensor", weight) for weight in model.parameters() if weight.requires_grad]  # ZeRO-3
+    trained = [weight.detach() for weight in model.parameters() if weight.requires_grad]
     own = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in trained]  # FSDP2
-    lost = torch.tensor(not all(bool(weight.isfinite().all()) for weight in own), device=accelerator.device)
+    # A sum takes no memory, and is NaN or infinite if a weight is. ZeRO-3 has none here: DeepSpeed skips such an update itself
+    sums = [weight.sum(dtype=torch.float32) for weight in own]
+    lost = torch.tensor(not all(bool(total.isfinite()) for total in sums), device=accelerator.device)
     if accelerator.gather(lost).any():
         found = last_complete_checkpoint(run_dir)
         raise FloatingPointError(
