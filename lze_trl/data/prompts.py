@@ -120,12 +120,12 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     different types becomes text.
     """
     tables = [load_prompts(reference, **kwargs) for reference in references]
+    if len(tables) == 1:
+        return tables[0]
     features: dict[str, Any] = {}
     for table in tables:
         for name, feature in table.features.items():
             features[name] = feature if features.get(name, feature) == feature else Value("string")
-    if len(tables) == 1:
-        return tables[0]
     return concatenate_datasets(
         [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
     )
