@@ -367,8 +367,8 @@ class Engine:
                 f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
             )
         gathered = {column: gather_object(own) for column, own in ballots.items()}
-        group = np.arange(len(rewards)) // size
-        settled, metrics = settle(trainer.group_rewards, gathered, group, trainer.accelerator)
+        group, votes = np.arange(len(rewards)) // size, ~rewards.isnan().all(dim=1).cpu().numpy()
+        settled, metrics = settle(trainer.group_rewards, gathered, group, votes, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)

@@ -34,9 +34,9 @@ from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
-from .rollout.guard import RewardError, RewardNotes, checked
+from .rollout.guard import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
-from .rollout.settling import FailedEpisode, GroupReward, reader
+from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
 from .step import GenerationStep
 from .trl_contract import check_releases
@@ -331,11 +331,14 @@ class LZEGRPOTrainer(GRPOTrainer):
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
         notes = self.reward_notes if self.model.training else None
         ballots: dict[int, list] = {} if notes is None else notes.ballots
+        ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
         ends = Engine(self).end_tokens
+
+        def enter(column: int, read: list[Any]):
+            ballots[column] = of_all(read, failures(self.environments))  # others may fail after the call
+
         funcs = [
-            reader(func, partial(ballots.__setitem__, i), ends, self.model.training)
-            if isinstance(func, GroupReward)
-            else func
+            reader(func, partial(enter, i), ends, self.model.training) if isinstance(func, GroupReward) else func
             for i, func in enumerate(self.reward_funcs)
         ]
         funcs = [checked(func, name, notes) for func, name in zip(funcs, self.reward_func_names, strict=True)]
@@ -344,9 +347,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.environments is not None:  # whatever a reward model makes of failed episodes
             failed = [reason is not None for reason in failures(self.environments)]
             rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
-            for column in self.group_rewards:
-                of_others = iter(ballots.get(column, ()))
-                ballots[column] = [FailedEpisode if has_failed else next(of_others) for has_failed in failed]
         if torch.isinf(rewards).any():  # of a reward model, or too large for float32
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
             raise RewardError(

@@ -320,19 +320,19 @@ def test_an_episode_that_fails_while_it_is_rewarded_moves_no_other_reward():
     assert reward(completions=[""] * 4, environments=environments, log_extra=print) == [0.0, None, 0.0, 1.0]
 
 
-class Vote:
-    """A reward of whole groups."""
-
-    def read(self, completions, truncated, **columns):
-        return [completion[-1]["content"] for completion in completions]
+class Vote:  # of whole groups; a ballot says of which prompt it is
+    def read(self, completions, truncated, start, **columns):
+        return start
 
     def settle(self, ballots, final=True):
-        return SimpleNamespace(rewards=[float(b == ballots[0]) for b in ballots], metrics={"votes": len(ballots)})
+        assert len(set(ballots)) == 1
+        return SimpleNamespace(rewards=[1.0] * len(ballots), metrics={"votes": len(ballots)})
 
 
-def test_a_failed_episode_has_no_vote(tmp_path):
+@pytest.mark.parametrize("method", ["reset", "get_reward"])  # before the vote, and after it was read
+def test_a_failed_episode_has_no_vote(tmp_path, method):
     calls = itertools.count()
-    flaky = failing("reset", OSError("gone"), lambda environment: next(calls) % 5 == 1)
+    flaky = failing(method, OSError("gone"), lambda environment: next(calls) % 5 == 1)
     case = Case({"environment_factory": flaky, "reward_funcs": Vote()})
     trainer = train(LZEGRPOTrainer, tmp_path, case, max_steps=2)
     failed, votes = history(trainer, "lze/failed_episodes"), history(trainer, "Vote/votes")

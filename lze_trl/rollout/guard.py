@@ -70,7 +70,7 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
                     f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
                     f"{len(given['completions'])} completions. Give it a list with one value for each completion."
                 )
-            note(column, _of_all(values, reasons))
+            note(column, of_all(values, reasons))
 
         own = {"log_extra": log_extra} | ({} if notes is None else {"log_metric": notes.metric})
         return given | own, reasons
@@ -87,15 +87,15 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
         with noted():
             given, reasons = arguments(kwargs)
             if not given["completions"]:  # all episodes have failed
-                return _of_all([], reasons)
-            return _of_all(_scores(reward_func(*args, **given), name, given), reasons)
+                return of_all([], reasons)
+            return of_all(_scores(reward_func(*args, **given), name, given), reasons)
 
     async def guarded_later(*args, **kwargs):
         with noted():
             given, reasons = arguments(kwargs)
             if not given["completions"]:
-                return _of_all([], reasons)
-            return _of_all(_scores(await reward_func(*args, **given), name, given), reasons)
+                return of_all([], reasons)
+            return of_all(_scores(await reward_func(*args, **given), name, given), reasons)
 
     return guarded_later if _is_async(reward_func) else guarded
 
@@ -128,7 +128,7 @@ def _of_episodes(kwargs: dict[str, Any], reasons: list[str | None]) -> dict[str,
     }
 
 
-def _of_all(values: list, reasons: list[str | None]) -> list:
+def of_all(values: list, reasons: list[str | None]) -> list:
     """The values of all completions: `None` where the episode had failed."""
     if not any(reasons):
         return values

@@ -197,7 +197,8 @@ class Rounds:
             return batch
         ballots = {column: batch.gathered(values) for column, values in columns.items()}
         rewards, weights, group = engine.group_rewards, engine.reward_weights.cpu(), batch.group
-        settled, metrics = settle(rewards, ballots, group, self.accelerator)
+        votes = batch.failed == 0 if "failed" in batch.rows else np.ones(len(group), dtype=bool)
+        settled, metrics = settle(rewards, ballots, group, votes, self.accelerator)
         per_func = with_columns(torch.from_numpy(batch.rewards_per_func), settled)
         judged = self.judge(per_func, weights, self.args.num_generations, list(rewards))
         if final:
@@ -209,7 +210,7 @@ class Rounds:
             outcomes = seen.outcomes(judged["scores"])
         batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **judged)
         if not (final or self.controller.draws_prompts):
-            settled, _ = settle(rewards, ballots, group, self.accelerator, final=False)
+            settled, _ = settle(rewards, ballots, group, votes, self.accelerator, final=False)
             counted = with_columns(per_func, settled)
             totals = total_rewards(counted, weights)
             totals[unsettled(counted, weights, list(rewards))] = torch.nan

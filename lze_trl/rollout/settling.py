@@ -71,10 +71,6 @@ def _name(reward: Any) -> str:
     return get_callable_name(reward)
 
 
-class FailedEpisode:
-    """In place of the ballot of a completion whose episode has failed: it has no vote, and gets no reward."""
-
-
 def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
     """`reward.read`, checked: one ballot for each completion."""
     ballots, count = list(reward.read(**columns)), len(columns["completions"])
@@ -90,21 +86,23 @@ def settle(
     rewards: Mapping[int, GroupReward],
     ballots: Mapping[int, list[Any]],
     group: np.ndarray,
+    votes: np.ndarray,
     accelerator: Accelerator,
     final: bool = True,
 ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
     """
     Judge groups; process g mod W judges group g. Every process gets the same answer.
 
-    `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` has shape
-    `(B,)`. Returns the rewards of each column, of shape `(B,)` and NaN for `None`; and metrics as means over the groups, with
-    `concentration`, the share of the groups whose winner is the commonest one.
+    `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` and `votes`,
+    which is false for a completion whose episode has failed, have shape `(B,)`. Returns the rewards of each column, of shape
+    `(B,)` and NaN for `None`; and metrics as means over the groups, with `concentration`, the share of the groups whose winner is
+    the commonest one.
     """
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}
+    voters = np.flatnonzero(votes)
+    rows = {g: voters[own] for g, own in pd.Series(voters).groupby(group[voters]).indices.items()}
     for column, reward in rewards.items():
-        voters = np.flatnonzero([ballot is not FailedEpisode for ballot in ballots[column]])
-        rows = {g: voters[own] for g, own in pd.Series(voters).groupby(group[voters]).indices.items()}
         mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
         own = [(g, _ask(reward, [ballots[column][i] for i in rows[g]], final)) for g in mine]
         verdicts = dict(gather_object(own))
