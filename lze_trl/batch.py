@@ -5,6 +5,7 @@ Dimensions used everywhere: P prompts (groups), G generations of a prompt, B = s
 C completion tokens, W processes, F reward functions. NumPy arrays hold the *global* batch: they are the same on every process.
 """
 
+from array import array
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -257,21 +258,23 @@ class Batch:
         """
         rank, world = accelerator.process_index, accelerator.num_processes
         wanted = layout.rows_of(rank)
+        owner, place = self.owner.tolist(), self.place.tolist()
         arrived: dict[int, dict[str, Any]] = {}
         if world > 1:
             from accelerate.utils import gather_object
 
             # What moves follows from the layout, which all processes know
-            moving = {int(row) for p in range(world) for row in layout.rows_of(p) if self.owner[row] != p}
+            moving = [row for p in range(world) for row in layout.rows_of(p).tolist() if owner[row] != p]
             sent = {
-                row: {name: values[self.place[row]] for name, values in self.held.items()}
-                for row in sorted(moving)
-                if self.owner[row] == rank
+                row: {name: _packed(values[place[row]]) for name, values in self.held.items()}
+                for row in moving
+                if owner[row] == rank
             }
             arrived = dict(ChainMap(*gather_object([sent]))) if moving else {}
-        own = {row for row in wanted.tolist() if self.owner[row] == rank}
         rows = [
-            {name: values[self.place[row]] for name, values in self.held.items()} if row in own else arrived[row]
+            {name: values[place[row]] for name, values in self.held.items()}
+            if owner[row] == rank
+            else {name: value.tolist() if isinstance(value, array) else value for name, value in arrived[row].items()}
             for row in wanted.tolist()
         ]
         names = dict.fromkeys([*self.held, *(name for row in rows for name in row)])  # another process may have more
@@ -307,6 +310,14 @@ class Batch:
         split = {name: list(tensors[name].split(sizes.tolist())) for name, sizes in section(state, "sizes").items()}
         held = section(state, "held") | tensors | split
         return cls(Table(), Table(**section(state, "rows")), held, layout=make_layout(section(state, "layout")))
+
+
+def _packed(value: Any) -> Any:
+    """A list of numbers as an array, which all processes unpickle at once and not number by number; anything else as it is."""
+    try:
+        return array({int: "i", float: "d"}[type(value[0])], value) if isinstance(value, list) else value
+    except (LookupError, TypeError, OverflowError):
+        return value
 
 
 def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:

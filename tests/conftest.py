@@ -14,6 +14,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from hypothesis import settings
 
+from fake_vllm import FakeVLLM
+
 
 # Nothing here depends on time, on chance, or on a network
 settings.register_profile("lze", deadline=None, derandomize=True, print_blob=True)
@@ -43,6 +45,16 @@ def frozen():
     """Every training begins with a full garbage collection: it need not search what is already here."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def fakes(request, monkeypatch):
+    """Two servers, of the module's own `Server` if it has one, that are asked again without a pause."""
+    monkeypatch.setattr("lze_trl.servers.pool._RETRY_SECONDS", 0.05)
+    started = [getattr(request.module, "Server", FakeVLLM)() for _ in range(2)]
+    yield started
+    for fake in started:
+        fake.stop()
 
 
 @pytest.fixture

@@ -9,12 +9,11 @@ from lze_trl.evaluation.engines import Output, SampleRequest, ServerEngine
 from lze_trl.evaluation.policy import engine_of
 from lze_trl.evaluation.settings import Decoding
 from lze_trl.evaluation.tasks import Problem
-from lze_trl.servers import pool as pool_module
 from lze_trl.servers.client import RequestRefusedError, Snapshot
 from lze_trl.servers.pool import ServerPool
 
 
-class TextServer(FakeVLLM):
+class Server(FakeVLLM):
     """Answers a text with the number of loads; one longer than the context is refused in vLLM's words."""
 
     def _complete(self, body, fault):
@@ -26,19 +25,6 @@ class TextServer(FakeVLLM):
         if callable(fault):
             fault(choice)
         return 200, {"choices": [choice], "usage": {"completion_tokens": 3}}
-
-
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
-    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.05)
-
-
-@pytest.fixture
-def fakes():
-    started = [TextServer(), TextServer()]
-    yield started
-    for fake in started:
-        fake.stop()
 
 
 def answers(engine, problems=None, max_tokens=4):

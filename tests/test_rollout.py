@@ -1,5 +1,8 @@
 """From rewards and tokens to the arrays of a rollout batch."""
 
+import copy
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -41,6 +44,17 @@ def test_columns_have_one_length():
         Table(a=np.zeros(2), b=np.zeros(3))
     with pytest.raises(AttributeError, match=r"no column `c`\. There are a"):
         _ = Table(a=np.zeros(2)).c
+
+
+def test_rows_arrive_as_they_were_sent(monkeypatch):
+    values = [[3, 1], [0.5, -np.inf], [-0.5, None], [], [2**70], [1, 0.5], [True], "[1]", [{"a": 1}], [[1], [2]], None]
+    rows = Table(group=np.arange(11), owner=np.zeros(11, dtype=int), place=np.arange(11))
+    layout = SimpleNamespace(rows_of=lambda process: np.arange(11)[::-1] if process == 1 else np.arange(0))
+    told = []  # process 0 sends, then process 1 receives
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda sent: told.extend(copy.deepcopy(sent)) or told)
+    for p, held in enumerate([{"any": values}, {}]):
+        arrived = Batch(Table(), rows, held).moved(layout, SimpleNamespace(process_index=p, num_processes=2)).held
+    assert repr(arrived["any"]) == repr(values[::-1])
 
 
 def test_groups_without_rows_are_left_out():

@@ -8,26 +8,12 @@ from operator import itemgetter
 
 import pytest
 
-from fake_vllm import DAMAGED, DEAD_ENGINE, EMPTY, OTHER, RESET, SHORT, SILENT_503, SLOW, FakeVLLM
-from lze_trl.servers import pool as pool_module
+from fake_vllm import DAMAGED, DEAD_ENGINE, EMPTY, OTHER, RESET, SHORT, SILENT_503, SLOW
 from lze_trl.servers.client import RequestRefusedError, ServerError, ServerMismatchError, Snapshot
 from lze_trl.servers.pool import Group, ServerPool
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 5}
-
-
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch):
-    monkeypatch.setattr(pool_module, "_RETRY_SECONDS", 0.05)
-
-
-@pytest.fixture
-def fakes():
-    started = [FakeVLLM(), FakeVLLM()]
-    yield started
-    for fake in started:
-        fake.stop()
 
 
 def make_pool(fakes, request_timeout=1.0, recovery_timeout=30.0, concurrent=4) -> ServerPool:

@@ -6,12 +6,4 @@ from .tables import GenerationRecord
 from .writer import TelemetryWriter
 
 
-__all__ = [
-    "GenerationRecord",
-    "Meta",
-    "MissingTelemetryError",
-    "Run",
-    "TelemetryError",
-    "TelemetryWriter",
-    "open_run",
-]
+__all__ = ["GenerationRecord", "Meta", "MissingTelemetryError", "Run", "TelemetryError", "TelemetryWriter", "open_run"]

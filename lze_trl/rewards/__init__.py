@@ -10,16 +10,11 @@ from .gym import COLUMN, reasoning_gym_reward
 from .majority import MajorityReward
 
 
-__all__ = [
-    *("REWARDS", "MajorityReward", "RewardFunction", "accuracy_reward", "exact_match_reward", "get_reward"),
-    "reasoning_gym_reward",
-]
+__all__ = ["REWARDS", "MajorityReward", "RewardFunction", "accuracy_reward", "exact_match_reward", "get_reward"]
+__all__ += ["reasoning_gym_reward"]
 
-REWARDS: dict[str, RewardFunction] = {
-    "accuracy": accuracy_reward,
-    "exact_match": exact_match_reward,
-    COLUMN: reasoning_gym_reward,
-}
+REWARDS: dict[str, RewardFunction] = {"accuracy": accuracy_reward, "exact_match": exact_match_reward}
+REWARDS[COLUMN] = reasoning_gym_reward
 
 
 def get_reward(name: str, max_completion_length: int | None = None, majority: dict[str, Any] | None = None) -> Any:
