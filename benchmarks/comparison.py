@@ -44,7 +44,7 @@ class Curve:
         costs (`dict[str, np.ndarray]`): Totals so far: `steps`, `flops`, `rollouts` and `updates` (FLOPs of each), `tokens`,
             `update_tokens`, `completions` rolled out, `live_groups` among them (NaN where not counted), `seconds`.
         shares (`dict[str, dict[str, float]]`): Share of rollout, log-probs and update in the `flops` and `seconds` of the run.
-        processor (`str`): The processor, and the GPU if there is one, that it was made on: seconds of different ones are not compared.
+        processor (`str`): What it was made on, with the number of runs that shared a GPU: seconds of different ones are not compared.
     """
 
     strategy: str
@@ -83,7 +83,8 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
         result (`dict`): Content of a `result.json`.
         accuracy (`str`): Evaluation set: `"held_out"` or `"train"`.
     """
-    points = result["curve"]
+    points, machine = result["curve"], result["machine"]
+    shared = f", shared by {machine.get('at_once', 1)}" if "gpu" in machine else ""
     costs = {
         "steps": [point["step"] for point in points],
         "flops": [point["flops"]["total"] for point in points],
@@ -104,7 +105,7 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
         shares={
             cost: {phase: last[cost][phase] / last[cost]["total"] for phase in PHASES} for cost in ("flops", "seconds")
         },
-        processor=processor(result["machine"]),
+        processor=processor(machine) + shared,
     )
 
 
