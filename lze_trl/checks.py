@@ -252,8 +252,7 @@ def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tupl
             )
             dataset, deduplicate = add_prompt_ids(rows, False, needs_prompt), False
     if dropped := len(rows) - len(dataset):
-        told = "Dropped %d of %d rows that repeat another row. `deduplicate=False` keeps them, as plain TRL does."
-        logger.warning(told, dropped, len(rows))
+        logger.warning("Dropped %d of %d rows that repeat others. `deduplicate=False` keeps them.", dropped, len(rows))
     if len(dataset) < num_groups:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "

@@ -136,9 +136,9 @@ class LZEGRPOConfig(GRPOConfig):
 
         > Parameters that control identity and state
 
-        deduplicate (`bool`, *optional*, defaults to `True`):
-            Whether to drop rows of the training set that repeat another row. `False` keeps them, each remembered as
-            another prompt; so are those of a streamed dataset, and where too few prompts for a generation batch would remain.
+        deduplicate (`bool`, *optional*, defaults to `False`):
+            Whether to drop rows of the training set that repeat another row, as strategies do that remember prompts. Else each is
+            remembered as another prompt, as in a streamed dataset, and where too few for a generation batch would remain.
         state_from (`str`, *optional*):
             Directory (a run or one of its checkpoints) or Hub id of an earlier run, whose prompt state this run starts
             from. Ignored when training resumes from a checkpoint.
@@ -218,7 +218,7 @@ class LZEGRPOConfig(GRPOConfig):
     planner_kwargs: Settings = None  # type: ignore[assignment]
     controller: Literal[*CONTROLLERS, None] = None  # type: ignore[valid-type]
     controller_kwargs: Settings = None  # type: ignore[assignment]
-    deduplicate: bool = True
+    deduplicate: bool | None = None
     state_from: str | None = None
     packing: bool | None = None
     max_tokens_per_micro_batch: int | None = None

@@ -68,18 +68,19 @@ BASE: dict[str, Any] = {
     "planner": "solved",
     "controller": "uniform",
     "scale_rewards": "group",
+    "deduplicate": True,
 }
 """What a strategy has unless it says otherwise: the published method."""
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     # the updates of plain GRPO, without computing the groups that have no gradient
-    DEFAULT: {"selector": "zero_variance", "loss_normalizer": "all"},
+    DEFAULT: {"selector": "zero_variance", "loss_normalizer": "all", "deduplicate": False},
     # one completion of each prompt; the others where the group is likely to be alive
     "gate": {"selector": "zero_variance", "loss_normalizer": "all", "pruning": "none", "controller": "gate"},
     # the 40 % of the groups with the highest energy; the slots of solved prompts go to others
     "lze": {},
     # every group, in TRL's micro-batches: plain TRL
-    "grpo": _EVERY_GROUP | {"packing": False},
+    "grpo": _EVERY_GROUP | {"packing": False, "deduplicate": False},
     # further prompts until the batch is full of live groups
     "dapo": _LIVE_GROUPS | {"pruning": "none", "controller": "dynamic", "controller_kwargs": {"max_rounds": 10}},
     # rounds of 8 until a prompt has 2 passes and 2 fails, 4 kept
