@@ -239,7 +239,7 @@ def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tupl
         return rows, False  # TRL says what is wrong with it
     # Rows that a generation batch needs: none of those that a model is only shown
     num_groups = 0 if args.self_play["instruct"] else args.generation_batch_size // args.num_generations
-    deduplicate = args.deduplicate
+    deduplicate = bool(args.deduplicate)
     with args.main_process_first(desc="prompt ids"):
         dataset = add_prompt_ids(rows, deduplicate, needs_prompt)
         if isinstance(dataset, IterableDataset):
