@@ -44,7 +44,9 @@ def run(options: Options, plain: bool, console: Console):
     if not baseline.finished:
         why = "" if plain else "Plain GRPO has no kept run with this model, data and settings. "
         console.print(f"{why}It is trained here first: half an hour more.")
-    console.print("The model learns, and is evaluated after each step: 12 to 22 minutes on an idle core, by the processor.")
+    console.print(
+        "The model learns, and is evaluated after each step: 12 to 22 minutes on an idle core, by the processor."
+    )
     bench(options)
     console.print("\n".join(told(options.output)), soft_wrap=True, markup=False)
 
