@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--task",
         metavar="TASK",
-        help="addition, calculator, words, skills, count, or all for the first two; default: all",
+        help="addition, calculator, words, few_words, skills, count, or all for the first two; default: all",
     )
     parser.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
     parser.add_argument("--seeds", metavar="SEED", nargs="+", type=int, help="default: 0 1 2")
@@ -44,6 +44,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, help="runs at the same time; default: 1, which seconds need")
     parser.add_argument(
         "--micro_batch", metavar="ROWS", type=int, help="rows of a micro-batch, for several runs on one GPU"
+    )
+    parser.add_argument(
+        "--float32",
+        action="store_true",
+        help="compute in float32, where the task says bfloat16: faster on a CPU without AMX",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/bench")
     parser.add_argument("--model", metavar="DIR", help="warm start to use instead of the task's own")

@@ -3,14 +3,15 @@
 
     python -m benchmarks.demo_llm [--plain] [--output DIR]
 
-SmolLM2-135M-Instruct is made from a package of the index, and trained by `gate` with 64 prompts × 4 on the task `words`. Plain GRPO's run with the
-same model, data and settings is the one that is kept in `benchmarks/results/words`: what it took in rollouts, updates and FLOPs holds for any
-machine, seconds do not. With `--plain`, it is made here too, which takes about half an hour.
+SmolLM2-135M-Instruct is made from a package of the index, and trained by `gate` with 64 prompts × 4 on the task `words`, in bfloat16 or float32, whichever
+this processor is faster in. Plain GRPO's run with the same model, data and settings is one that is kept in `benchmarks/results/words` or `words_float32`:
+what it took in rollouts, updates and FLOPs holds for any machine, seconds do not. With `--plain`, it is made here too, which takes about half an hour.
 """
 
 import argparse
 import json
 import sys
+import timeit
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from recipes import smollm2
 
-from .jobs import RESULT_FILE, Options, plan
+from .jobs import RESULT_FILE, Options, has_gpu, plan
 from .settings import BenchError, write_json
 from .strategies import BASELINE
 from .suite import RESULTS_FILE, bench, read_results, ready
@@ -26,8 +27,19 @@ from .tasks import CHECKOUT
 
 
 OUTPUT = CHECKOUT / "runs" / "demo-llm"
-KEPT = CHECKOUT / "benchmarks" / "results" / "words" / RESULTS_FILE
+KEPT = [CHECKOUT / "benchmarks" / "results" / name / RESULTS_FILE for name in ("words", "words_float32")]
 TASK, ARM = "words", "gate_g4"
+
+
+def faster_in_float32() -> bool:
+    """Whether matrix products in bfloat16 are the slower ones: without AMX, a processor may need twice the time for them."""
+    import torch  # when it is to compute
+
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = (torch.ones(shape, dtype=dtype) for shape in ((832, 576), (576, 1536)))
+        seconds[dtype] = min(timeit.repeat(lambda pair=(left, right): pair[0] @ pair[1], number=1, repeat=20))
+    return seconds[torch.float32] < seconds[torch.bfloat16]
 
 
 def run(options: Options, plain: bool, console: Console):
@@ -37,7 +49,8 @@ def run(options: Options, plain: bool, console: Console):
     baseline = next(
         job for job in plan(options, {TASK: ready(TASK, options, console)}) if job.settings.strategy == BASELINE
     )
-    kept = {result["key"]: result for result in map(json.loads, KEPT.read_text(encoding="utf-8").splitlines())}
+    lines = [line for path in KEPT for line in path.read_text(encoding="utf-8").splitlines()]
+    kept = {result["key"]: result for result in map(json.loads, lines)}
     if not plain and not baseline.finished and baseline.settings.key in kept:
         baseline.folder.mkdir(parents=True, exist_ok=True)
         write_json(baseline.folder / RESULT_FILE, kept[baseline.settings.key])
@@ -73,7 +86,8 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--plain", action="store_true", help="train plain GRPO here, too")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="default: runs/demo-llm")
     given = parser.parse_args(arguments)
-    options = Options(task=TASK, strategies=(ARM,), seeds=(0,), stretch=1.25, output=given.output)
+    float32 = not has_gpu() and faster_in_float32()
+    options = Options(task=TASK, strategies=(ARM,), seeds=(0,), stretch=1.25, float32=float32, output=given.output)
     try:
         run(options, given.plain, Console(highlight=False, soft_wrap=True))
     except (BenchError, smollm2.NoWheelError) as error:

@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu.sh [DIR]                   the update phase against TRL's own: a Qwen2 model of 0.3 G weights made on
 #                                             the spot, bfloat16, completions up to 4,096 tokens; 40 GB or more
-#   benchmarks/gpu.sh DIR TASK [FLAG ...]     GRPO of SmolLM2-135M on `words`, `skills` or `count` by baseline, exact and
+#   benchmarks/gpu.sh DIR TASK [FLAG ...]     GRPO of SmolLM2-135M on `words`, `few_words`, `skills` or `count` by baseline, exact and
 #                                             the gate; flags are those of `python -m benchmarks`.
 #                                             Runs that are not finished in time begin again: call it once more
 #
@@ -33,7 +33,7 @@ case $task in
 update)
 	timeout 480 "$python" -m benchmarks.parts update "${quick[@]}" --output "$output"
 	;;
-words | skills | count)
+words | few_words | skills | count)
 	status=0
 	timeout "${SECONDS_LEFT:-590}" "$python" -m benchmarks --task "$task" "${flags[@]}" --strategies exact gate_g4 \
 		--seeds 0 --output "$output/$task" "${@:3}" || status=$?
@@ -43,7 +43,7 @@ words | skills | count)
 	exit $status
 	;;
 *)
-	echo "error: the second argument must be update, words, skills or count, got '$task'." >&2
+	echo "error: the second argument must be update, words, few_words, skills or count, got '$task'." >&2
 	exit 2
 	;;
 esac

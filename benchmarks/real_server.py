@@ -1,7 +1,7 @@
 """
 Seconds, and accuracy with overlap, of a training with a real vLLM server, which has a core of its own.
 
-    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--output DIR] [--report_only]
+    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--float32] [--output DIR] [--report_only]
 
 Completions are those of vLLM on this CPU (`make vllm-env`): the server has the first core, the training the last one. TRL's own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
 each step has left behind; it is computed after the training, so that overlap gains nothing by it. Arms that draw less make half as many steps again.
@@ -10,6 +10,7 @@ where a run never had it.
 """
 
 import argparse
+import json
 import os
 import shutil
 import tempfile
@@ -53,12 +54,13 @@ _STRETCH = 1.5
 
 @dataclass(frozen=True)
 class Run(KeptRun):
-    """What a run depends on; `steps` are those of plain GRPO."""
+    """What a run depends on; `steps` are those of plain GRPO, `float32` replaces the bfloat16 of the task."""
 
     task: str
     arm: str
     seed: int
     steps: int
+    float32: bool = False
 
 
 class Recorder(TrainerCallback):
@@ -95,7 +97,8 @@ def train(run: Run) -> dict[str, Any]:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
-    data, dtype = load(task, files, "test"), "bfloat16" if task.training.get("bf16") else "float32"
+    bf16 = task.training.get("bf16", False) and not run.float32
+    data, dtype = load(task, files, "test"), "bfloat16" if bf16 else "float32"
     length = min(512, AutoConfig.from_pretrained(files.model).max_position_embeddings)
     options = ("--max-model-len", str(length), "--dtype", dtype)
     with (
@@ -111,6 +114,7 @@ def train(run: Run) -> dict[str, Any]:
                     **task.training
                     | ARMS[run.arm]
                     | {
+                        "bf16": bf16,
                         "output_dir": f"{name}/trainer",
                         "learning_rate": task.learning_rate,
                         "max_steps": run.steps if run.arm.startswith(PLAIN) else round(_STRETCH * run.steps),
@@ -119,7 +123,7 @@ def train(run: Run) -> dict[str, Any]:
                         "vllm_mode": "http",
                         "vllm_server_urls": [server.url],
                         # In bfloat16, both compute by other kernels
-                        "vllm_server_kwargs": {"sync_tolerance": 0.5 if dtype == "bfloat16" else None},
+                        "vllm_server_kwargs": {"sync_tolerance": 0.5 if bf16 else None},
                         "save_strategy": "no",
                         "logging_steps": 1,
                         "report_to": "none",
@@ -140,7 +144,7 @@ def train(run: Run) -> dict[str, Any]:
         for point in recorder.points:
             folder = recorder.folder / str(point["step"])
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            with torch.autocast("cpu", torch.bfloat16, enabled=task.training.get("bf16", False)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 point["accuracy"] = evaluation.accuracy(model)["mean"]
             shutil.rmtree(folder)
         torch.set_num_threads(1)
@@ -171,8 +175,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         "update_tokens": ("updates ×", "{:.2f}"),
     }
     parts = ["# A real vLLM server on a core of its own", " ".join(__doc__.split("\n\n")[2].split())]
-    for task in dict.fromkeys(kept["run"]["task"] for kept in results):
-        own = [kept for kept in results if kept["run"]["task"] == task]
+    for task, float32 in dict.fromkeys((kept["run"]["task"], kept["run"]["float32"]) for kept in results):
+        own = [kept for kept in results if (kept["run"]["task"], kept["run"]["float32"]) == (task, float32)]
         found = {(kept["run"]["arm"], kept["run"]["seed"]): kept["result"] for kept in own}
         rows = []
         for arm in ARMS:
@@ -184,7 +188,10 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
                 rows.append([title, str(len(seeds)), *cells])
         about = "; ".join(sorted({f"{kept['machine']}, {kept['date']}" for kept in own}))
         shared = " Server and training shared one core: seconds say nothing." if own[0]["result"]["cores"] == 1 else ""
-        parts += [f"## {TASKS[task].title}", f"{own[0]['run']['steps']} steps of plain GRPO. {about}.{shared}"]
+        parts += [
+            f"## {TASKS[task].title}{', in float32' if float32 else ''}",
+            f"{own[0]['run']['steps']} steps of plain GRPO. {about}.{shared}",
+        ]
         parts.append(table(["", "seeds", *(title for title, _ in columns.values())], rows))
     return "\n\n".join(parts)
 
@@ -196,11 +203,17 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
     parser.add_argument("--steps", type=int, help="of plain GRPO; default: the task's own")
+    parser.add_argument(
+        "--float32", action="store_true", help="where the task says bfloat16: faster on a CPU without AMX"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
     steps = given.steps or TASKS[given.task].steps
-    runs = [Run(given.task, arm, seed, steps) for seed in given.seeds for arm in given.arms]
+    runs = [Run(given.task, arm, seed, steps, given.float32) for seed in given.seeds for arm in given.arms]
+    if given.report_only:
+        kept = sorted(given.output.glob("*-seed*.json"), reverse=True)
+        runs = [Run(**json.loads(path.read_text(encoding="utf-8"))["run"]) for path in kept]
     tabulate(runs, given.output, train, markdown, given.report_only)
 
 

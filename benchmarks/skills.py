@@ -143,6 +143,7 @@ _SKILLS: dict[str, tuple[Maker, tuple[Row, Row]]] = {
 
 MIXES: dict[str, tuple[str, ...]] = {
     "words": ("words",),
+    "few_words": ("words",),  # the first of them, over and over
     "skills": ("words", "extreme", "count", "add", "reverse"),
     "count": ("long_count",),
 }

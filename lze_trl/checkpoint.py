@@ -131,9 +131,10 @@ def is_complete(checkpoint: str | Path) -> bool:
     return Path(checkpoint).name == f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
-def last_complete_checkpoint(run_dir: str | Path) -> str | None:
-    """Newest checkpoint of a run that was written to its end, or `None`."""
-    return next((str(path) for path in checkpoints(run_dir) if is_complete(path)), None)
+def last_complete_checkpoint(run_dir: str | Path, resumable: bool = True) -> str | None:
+    """Newest checkpoint of a run that was written to its end, or `None`; a `resumable` one is not by `save_only_model`."""
+    found = (path for path in checkpoints(run_dir) if is_complete(path))
+    return next((str(path) for path in found if not resumable or any(path.glob("rng_state*.pth"))), None)
 
 
 def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: 
 
 def find_state(directory: str | Path) -> Path:
     """Folder with the newest prompt state of a run: its own, or its last complete checkpoint; else a `FileNotFoundError`."""
-    candidates = [directory, last_complete_checkpoint(directory)]
+    candidates = [directory, last_complete_checkpoint(directory, resumable=False)]
     found = [Path(path) for path in candidates if path is not None and Path(path, f"{STATE_NAME}.json").is_file()]
     if not found:
         raise FileNotFoundError(

@@ -100,6 +100,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (args.planner == "greso" and args.pruning == "none", "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."),
         (args.hub_telemetry_id is not None and not args.telemetry, "`hub_telemetry_id` uploads telemetry, and `telemetry=False`. Leave one of them unset."),
         (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
+        (http and args.max_completion_length is None, "`vllm_mode='http'` asks for a number of tokens, and `max_completion_length` is None. Set it."),
         (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
         (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),
         (not args.packing and args.max_tokens_per_micro_batch is not None, "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."),
@@ -220,7 +221,7 @@ def outcome_rule(
     column = names.index(args.pass_reward) if args.pass_reward in names else None
     threshold, bounds, binary = args.pass_threshold, args.reward_range, False
     if threshold is None and isinstance(controller, ReinforceAda):
-        weights = args.reward_weights or [1.0] * len(names)
+        weights = [*(args.reward_weights or ()), *[1.0] * len(names)]  # TRL adds those of environments, of 1
         counted = [i for i in range(len(names)) if weights[i] != 0.0] if column is None else [column]
         if len(counted) > 1 or any(isinstance(reward_funcs[i], nn.Module) for i in counted):
             raise ValueError(

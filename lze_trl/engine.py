@@ -301,7 +301,7 @@ class Engine:
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         reasons = failures(trainer.environments)
         if reasons:
-            ids = [row[ID_COLUMN] for row in inputs]
+            ids = [int(row[ID_COLUMN]) for row in inputs]
             trainer.episodes.observe(ids, prompts, reasons)
         if images is None:  # as from a `rollout_func`
             images = [images_of(row) for row in inputs]
@@ -523,6 +523,9 @@ class Engine:
         trainer = self._trainer
         if trainer.use_vllm and trainer._last_loaded_step == trainer.state.global_step:
             trainer._last_loaded_step += 1
+        schedule = trainer.lr_scheduler
+        if type(schedule).__name__ == "DeepSpeedSchedulerWrapper":  # it steps in DeepSpeed's backward pass
+            schedule.scheduler.step()
 
     def weighted_loss(self, window: Window, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]):
         """

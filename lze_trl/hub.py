@@ -94,10 +94,12 @@ def model_card_section(run_dir: str | Path) -> str:
         values = " → ".join(f"{accuracy[step]:.3f} at step {step}" for step in dict.fromkeys(accuracy.index[[0, -1]]))
         kind = "accuracy" if accuracy.between(0.0, 1.0).all() else "reward"
         learned = f"\nHeld-out {kind} (`{accuracy.name}`, sampled as in training): {values}.\n"
+    way = f"with data selection by `strategy: {settings.get('strategy')}`"
+    if settings.get("selector") == "energy":
+        way = "on the groups with the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003))"
     return f"""## Trained where it learns
 
-This model was trained with lze_trl {__version__}: GRPO that spends its updates on the prompts with
-the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003)).
+This model was trained with lze_trl {__version__}: GRPO {way}.
 
 {picture}In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.

@@ -20,14 +20,14 @@ def imported(path: str, named: str) -> Any:
     """
     module, _, attribute = path.rpartition(".")
     try:
-        found = vars(importlib.import_module(module or path))
+        found = importlib.import_module(module or path)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{named} cannot be imported: {error}. Install its package, or put the folder that holds it on PYTHONPATH."
         ) from error
-    if not callable(found.get(attribute)):
-        raise ValueError(f"{named} is no function or class of a module.{near(attribute, found.keys() - {attribute})}")
-    return found[attribute]
+    if not callable(value := getattr(found, attribute, None)):
+        raise ValueError(f"{named} is no function or class of a module.{near(attribute, {*dir(found)} - {attribute})}")
+    return value
 
 
 def refuse_missing_model(name: str):

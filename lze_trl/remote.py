@@ -10,11 +10,8 @@ from .record.evaluations import RESULT_FILES
 from .record.schema import DIRECTORY
 
 
-RUN_FILES = (f"{DIRECTORY}/**", RESULT_FILES)
-"""What is shown of a run."""
-
-STATE_FILES = ("lze_state.*",)
-"""What another run can begin with."""
+RUN_FILES = (f"{DIRECTORY}/**", RESULT_FILES)  # what is shown of a run
+STATE_FILES = ("lze_state.*",)  # what another run can begin with
 
 
 def resolve(source: str | Path, files: tuple[str, ...] = RUN_FILES) -> Path:

@@ -106,8 +106,7 @@ RANGES = {
 }
 """Intervals of numbers, by block ("" for fields of the configuration) and setting."""
 
-_SET_ELSEWHERE = ("group_size", "num_prompts", "exit")
-"""Fields of a controller that other settings determine."""
+_SET_ELSEWHERE = ("group_size", "num_prompts", "exit")  # fields of a controller that other settings determine
 
 
 def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, Any]:

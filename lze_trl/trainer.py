@@ -52,19 +52,6 @@ class CheckpointAtStepEnd(JITCheckpointCallback):
         """Wait for the end of the step."""
 
 
-class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler that can begin at any epoch: a resumed run sees the order of the uninterrupted one."""
-
-    seed: int
-
-    def set_epoch(self, epoch: int):
-        """Continue with the permutation of an epoch, the n-th one drawn from the seed."""
-        if self.shuffle:
-            self.generator.manual_seed(self.seed)
-            for _ in range(epoch):
-                torch.randperm(self.num_samples, generator=self.generator)
-
-
 def _override(cls: type, name: str) -> str | None:
     """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
     ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
@@ -79,10 +66,10 @@ def _write_report(run_dir: Path) -> Path:
 
 class LZEGRPOTrainer(GRPOTrainer):
     """
-    [`~trl.GRPOTrainer`] that trains on the groups with the highest Learning-Zone Energy (arXiv 2605.17003) and skips
-    the rollouts of prompts that stay solved.
+    [`~trl.GRPOTrainer`] that trains on the groups worth a gradient, by `strategy`: all live ones, or those with the highest
+    Learning-Zone Energy (arXiv 2605.17003); and foresees rollouts that teach nothing.
 
-    Takes all arguments of [`~trl.GRPOTrainer`].
+    Takes all arguments of [`~trl.GRPOTrainer`], with an [`LZEGRPOConfig`] as `args`, and those below.
 
     Example:
 
@@ -101,24 +88,12 @@ class LZEGRPOTrainer(GRPOTrainer):
     ```
 
     Args:
-        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model to be trained.
-        reward_funcs (`RewardFunc | list[RewardFunc]`):
-            Reward functions. A `None` reward leaves the completion out; NaN and infinity are errors.
-        args ([`LZEGRPOConfig`], *optional*):
-            Configuration.
-        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
-            Training set with a `prompt` column. Prompts of an iterable dataset are neither pruned nor deduplicated.
-        selector ([`~lze_trl.select.selectors.Selector`], *optional*):
-            Your own choice of groups; replaces `args.selector`.
-        controller ([`~lze_trl.rollout.controllers.RolloutController`], *optional*):
-            Your own sampling of completions; replaces `args.controller`.
-        planner ([`~lze_trl.plan.planners.Planner`], *optional*):
-            Your own ranking of prompts; replaces `args.planner`.
-        instruction ([`~lze_trl.selfplay.online.Instruction`], *optional*):
-            What self-play begins with. Defaults to the prompts of the training set.
-        kwargs:
-            Further arguments of [`~trl.GRPOTrainer`].
+        reward_funcs (`RewardFunc | list[RewardFunc]`): Reward functions. A `None` reward leaves the completion out; NaN and infinity are errors.
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Training set with a `prompt` column. Prompts of an iterable dataset are neither pruned nor deduplicated.
+        selector ([`~lze_trl.select.selectors.Selector`], *optional*): Your own choice of groups; replaces `args.selector`.
+        controller ([`~lze_trl.rollout.controllers.RolloutController`], *optional*): Your own sampling of completions; replaces `args.controller`.
+        planner ([`~lze_trl.plan.planners.Planner`], *optional*): Your own ranking of prompts; replaces `args.planner`.
+        instruction ([`~lze_trl.selfplay.online.Instruction`], *optional*): What self-play begins with. Defaults to the prompts of the training set.
     """
 
     args: LZEGRPOConfig
@@ -211,8 +186,10 @@ class LZEGRPOTrainer(GRPOTrainer):
             writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
         self.passes = self._passes_over(dataset if writes is None else writes.pool, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
+        parts = {"selector": (selector, args.make_selector()), "controller": (controller, args.make_controller())}
+        named = {name: type(own).__name__ for name, (own, usual) in parts.items() if type(own) is not type(usual)}
         described = {
-            "selector": args.selector if type(selector) is type(args.make_selector()) else type(selector).__name__,
+            **named,
             "num_processes": self.accelerator.num_processes,
             "model": self.model.config._name_or_path,
             **self.resolved,
@@ -309,15 +286,15 @@ class LZEGRPOTrainer(GRPOTrainer):
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
-        # Differs from TRL: a resumed run continues with the permutation of its epoch
+        # Differs from TRL: `_run_epoch` keeps hold of it; or a stream of ours reads the training set
         sampler: Any = super()._get_train_sampler(dataset)
         if type(sampler) is not RepeatSampler:  # another class has come between TRL's and ours
             return sampler
         if self.passes.mode == "refill":  # whole optimizer steps, however few seeds there are
             least = self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             return range(least if self.passes.grows else len(sampler))
-        repeats = sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count
-        return EpochRepeatSampler(sampler.data_source, *repeats, shuffle=sampler.shuffle, seed=sampler.seed)
+        self._order = sampler
+        return sampler
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # Differs from TRL: in training, micro-batches come from the packed generation batch
@@ -538,7 +515,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any):
-        # Differs from transformers: a run that is resumed at its end, or where it was stopped, takes no step more
+        # Differs from transformers: a run that is resumed at its end, or where it was stopped, takes no step more; a resumed run
+        # continues with the permutation of its epoch, the n-th one drawn from the seed
+        if (order := getattr(self, "_order", None)) and order.shuffle:
+            order.generator.manual_seed(order.seed)
+            for _ in range(kwargs["epoch"]):
+                torch.randperm(order.num_samples, generator=order.generator)
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
         else:

@@ -6,19 +6,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import calculator
-from benchmarks.calculator import CalculatorWarmStart, expressions
-
-
-def test_expressions_of_worked_solutions():
-    solutions = [
-        "She sold 48/2 = <<48/2=24>>24 clips.\nAltogether <<48+24=72>>72 clips, $<<(1/4)*80=20.00>>20.\n#### 72",
-        "Again <<48/2=24.0>>24, <<-5+.5=-4.5>>4.5 and <<3=3>>3.",
-        # An unknown, units, words, a percentage, a chain, nothing, an answer and an expression that are too long
-        "<<x+1=5>> <<5cm*2=10>> <<5*2=ten>> <<50%*2=1>> <<1+1=2=2>> <<=4>> <<9999*9999=99980001>> "
-        "<<1+1+1+1+1+1+1+1+1+1+1+1+1=13>> <<1.2.3=4>> <<5*2=1.2.3>> 7*7=49",
-    ]
-    expected = {"48/2=": "24", "48+24=": "72", "(1/4)*80=": "20.00", "-5+.5=": "-4.5", "3=": "3", "1.2.3=": "4"}
-    assert expressions(solutions) == expected
+from benchmarks.calculator import CalculatorWarmStart
 
 
 def test_whole_way_in_small(tmp_path):

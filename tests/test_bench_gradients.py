@@ -2,17 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from transformers import TrainerCallback
 
 import tiny
 from benchmarks import addition, gradients, tasks
-from benchmarks.evaluation import Evaluation
-from benchmarks.gradients import Probe, ProbeSettings
 from benchmarks.group_gradients import Sample, draw, policy_gradient
-from benchmarks.tasks import TaskData
 
 
 SMALL = addition.WarmStart(steps=2, batch_size=8, hidden_size=16, intermediate_size=32, num_layers=1)
@@ -81,31 +77,6 @@ def test_a_dead_group_has_exactly_no_gradient():
     for dead in (0, 1):
         assert policy_gradient(model, sample.of_group(dead)).abs().max() == 0.0
     assert policy_gradient(model, sample.of_group(2)).abs().max() > 0.0
-
-
-def test_a_visit_measures_every_prompt_and_leaves_the_training_alone():
-    model, tokenizer = small_model()
-    visits = []
-    settings = ProbeSettings(group_size=4, seed=1, steps=10, probes=3, prompts=3, inputs="x")
-    probe = Probe(settings, TaskData(ROWS, {"held_out": ROWS[:2]}), tokenizer, lambda: visits.append(1))
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    probe.on_train_begin(None, None, None, model=model)
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.array_equal(np.random.get_state()[1], before[1])
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    (record,) = probe.records
-    assert (visits, record["step"]) == ([1], 0)
-    assert {len(values) for values in record.values() if isinstance(values, list)} == {3}
-    rates = Evaluation(probe.rows, tokenizer, 5).pass_rates(model)
-    np.testing.assert_allclose(record["expected_pass_rates"], rates, rtol=1e-6)
-    # The answers are hardly ever found by this model: dead groups, yet with an expected gradient
-    dead = np.array(record["uncertainty"]) == 0
-    assert dead.any()
-    assert not np.array(record["own_norm"])[dead].any()
-    assert (np.array(record["expected_norm"]) > 0).all()
-    assert (np.abs(record["projection"]) <= np.array(record["own_norm"]) + 1e-6).all()
 
 
 @pytest.mark.slow

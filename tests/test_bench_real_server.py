@@ -34,7 +34,7 @@ def test_a_table_has_a_row_for_each_arm_that_has_plain_grpos_seed():
     runs = [("plain", 0, PLAIN), ("exact", 0, slower), ("gate", 1, slower)]
     about = {"machine": "a CPU", "date": "2026-11-25"}
     kept = [
-        {"run": {"task": "words", "arm": arm, "seed": seed, "steps": 4}, "result": of_it, **about}
+        {"run": {"task": "words", "arm": arm, "seed": seed, "steps": 4, "float32": False}, "result": of_it, **about}
         for arm, seed, of_it in runs
     ]
     rows = [line for line in markdown(kept).splitlines() if line.startswith("| ") and "--" not in line]

@@ -9,16 +9,6 @@ from bench_samples import task_files
 from benchmarks import self_play
 from benchmarks.kept import run_all
 from benchmarks.self_play import ARMS, planned, read_results, report
-from benchmarks.self_play_report import stopped_at
-
-
-def test_where_the_probes_would_have_stopped():
-    def result(*accuracies):
-        probes = [{"mean": accuracy, "standard_error": 0.02} for accuracy in accuracies]
-        return {"accuracy": [{"step": 10 * i, "probe": probe} for i, probe in enumerate(probes)]}
-
-    assert stopped_at(result(0.4, 0.42, 0.43)) is None
-    assert stopped_at(result(0.4, 0.3, 0.3)) == 20
 
 
 @pytest.mark.parametrize("arm", ARMS)

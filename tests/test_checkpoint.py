@@ -138,6 +138,7 @@ def make_checkpoint(run: Path, step: int) -> Path:
     checkpoint = run / f"checkpoint-{step}"
     save_arrays(checkpoint, STATE_NAME, global_step=step)
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    (checkpoint / "rng_state.pth").touch()
     return checkpoint
 
 
@@ -148,6 +149,9 @@ def test_checkpoints_by_number_not_by_name(tmp_path):
         (tmp_path / name).mkdir()
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-100", "checkpoint-20", "checkpoint-9"]
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+    (tmp_path / "checkpoint-100" / "rng_state.pth").unlink()  # as with `save_only_model`
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+    assert find_state(tmp_path) == tmp_path / "checkpoint-100"
 
 
 @pytest.mark.parametrize(

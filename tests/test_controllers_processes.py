@@ -30,6 +30,7 @@ UNEVEN = {
 
 SAVED = SETTINGS | {"controller": "dynamic", "selection_ratio": 0.5, "optim": "adamw_torch", "learning_rate": 5e-2}
 SAVED |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+LATER = SAVED | {"controller": "uniform", "pruning": "none", "max_steps": 7, "save_steps": 3}  # within the second pass
 GUARDED = SETTINGS | {"controller": "gate", "selector": "zero_variance", "reward": "half_reward", "max_steps": 12}
 # An even number of completions in each round
 GUARDED |= {"num_generations": 3, "controller_kwargs": {"control": 0.2, "explore": 0.2, "recheck": 1.0}}
@@ -52,6 +53,7 @@ def runs(tmp_path_factory):
         run_case(directory, name, settings)
     cases |= {f"uneven-{name}": SETTINGS | settings | {"controller": name} for name, settings in UNEVEN.items()}
     cases |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
+    cases |= {"later": LATER, "later resumed": LATER | {"resume": ["later", "checkpoint-3"]}}
     cases["dead"] = SETTINGS | {"controller": "dynamic", "reward": "no_reward", "beta": 0.05}
     launch(directory, 2, run_case, cases)
     return directory
@@ -120,11 +122,12 @@ def test_the_table_and_the_telemetry_of_two_processes(runs):
     assert tables == [row[:-1] for row in expected]
 
 
-def test_two_processes_resumed(runs):
+@pytest.mark.parametrize("names", [("whole", "resumed"), ("later", "later resumed")])
+def test_two_processes_resumed(runs, names):
     for rank in range(2):
-        whole, resumed = (records(runs, name, 2)[rank] for name in ("whole", "resumed"))
+        whole, resumed = (records(runs, name, 2)[rank] for name in names)
         assert 0 < len(resumed["batches"]) < len(whole["batches"])
         for name in ("rounds", "batches", "micro_batches"):
             assert resumed[name] == whole[name][-len(resumed[name]) :]
         assert {**resumed["ledger"], **times(whole["ledger"])} == whole["ledger"]
-    assert gap(runs / "whole.2.pt", runs / "resumed.2.pt") < 1e-6
+    assert gap(*(runs / f"{name}.2.pt" for name in names)) < 1e-6

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback
 from trl import GRPOTrainer
@@ -168,6 +169,20 @@ def test_a_transform_may_make_the_prompt(tmp_path):
     assert all(prompt.endswith("= ?") for batch in seen_prompts(trainer) for prompt in batch)
     again = make(tmp_path / "again", dataset=trainer.train_dataset, reward_funcs=reward)
     assert again.train_dataset[:] == trainer.train_dataset[:]  # a set that has ids already
+
+
+@pytest.mark.parametrize("strategy", ["exact", "lze"])
+def test_rewards_see_the_format_of_the_data_set(tmp_path, strategy):
+    def reward(completions, level, **kwargs):
+        assert "solution" not in kwargs and all(value.dtype == torch.int64 for value in level)
+        return tiny.even_length_reward(completions)
+
+    rows = tiny.prompts(11)
+    rows = rows.add_column("level", [*range(len(rows))]).with_format("torch", columns=["prompt", "level"])
+    make(tmp_path, dataset=rows, reward_funcs=reward, strategy=strategy).train()
+    if strategy == "exact":
+        stream = rows.with_format(None).select_columns(["prompt", "level"]).to_iterable_dataset().with_format("torch")
+        make(tmp_path / "stream", dataset=stream, reward_funcs=reward, max_steps=1).train()
 
 
 def test_other_training_data_is_trained_on(tmp_path):

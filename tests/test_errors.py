@@ -55,6 +55,7 @@ REFUSED = [
     ("loss_normalizer", {**RPP, "strategy": "gate"}, {}),
     ("planner", {"planner": "greso", "pruning": "none"}, {}),
     ("vllm_server_urls", {"use_vllm": True, "vllm_mode": "http"}, {}),
+    ("max_completion_length", SERVERS | {"max_completion_length": None}, {}),
     ("sampling_mode", {**SERVERS, "loss_type": "vespo", "vllm_importance_sampling_mode": "sequence_mask"}, {}),
     ("overlap", {"overlap": "one_step"}, {}),
     ("packing", {"packing": True, "top_entropy_quantile": 0.5}, {}),

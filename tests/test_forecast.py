@@ -218,6 +218,8 @@ def write_logs(folder, steps=(1, 2), **columns):
 
 def test_logs_of_plain_trl(tmp_path, capsys):
     write_logs(tmp_path)
+    one = {"prompt": ["a"], "completion": ["x"], "accuracy": [1]}  # of an evaluation
+    pd.DataFrame(one).to_parquet(tmp_path / "completions" / "completions_00003.parquet")
     found = sample_of_folder(tmp_path)
     assert sorted(found.causes) == ["", "", "same_text", "same_text", "solved", "solved"]
     assert (found.constant, found.unit, found.horizon) == ({"format": 0.0}, "characters", Horizon(3, 3, 2))

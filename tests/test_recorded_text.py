@@ -7,6 +7,7 @@ import tiny
 from lze_trl.record import open_run
 from lze_trl.record.recorder import recorded_rows
 from lze_trl.record.tables import plain_text
+from lze_trl.rewards.functions import completion_text
 
 
 def test_sampled_rows_are_those_of_one_group_by_the_counter():
@@ -27,6 +28,12 @@ def test_the_groups_of_highest_energy_are_always_recorded():
     # A dead group only where it is drawn
     few = np.array([0.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0])
     assert all(4 in (rows := recorded_rows("sampled", i, group, few)) and len(rows) <= 3 for i in range(40))
+
+
+def test_content_of_any_kind_is_text():
+    listed = [{"role": "tool", "content": ["a", 2, {"type": "text", "text": "b"}, {"type": "image"}, {"id": 1}]}]
+    assert plain_text(listed) == "a2b[image][{'id': 1}]"
+    assert completion_text(listed) == "b"
 
 
 def test_tool_calls_of_both_forms_are_text():

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trl.rewards import get_soft_overlong_punishment
+from trl.rewards import get_soft_overlong_punishment, think_format_reward
 
 from lze_trl import rewards
 from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, grading, limit
@@ -182,6 +182,7 @@ def test_exact_match():
 def test_rewards_are_found_by_name_and_by_import_path():
     assert get_reward("accuracy") is accuracy_reward
     assert get_reward("lze_trl.rewards.exact_match_reward") is exact_match_reward
+    assert get_reward("trl.rewards.think_format_reward") is think_format_reward  # TRL loads it when it is asked for
     assert {reward.__name__ for reward in rewards.REWARDS.values()} == {f"{name}_reward" for name in rewards.REWARDS}
     reward = get_reward("majority", majority={"margin": 3, "labelled": "none"})
     assert (type(reward), reward.margin, reward.labelled) == (MajorityReward, 3, "none")

@@ -74,14 +74,10 @@ def load_prompts(
             [`~lze_trl.data.gym.load_gym`]. Behind it, `?config=…&split=…&revision=…` may say which rows: of a split, or a slice
             such as `train[:100]`, by default of `train` or of the only split; of a configuration, by default of the one called
             `default` or `main`, or else of all of them, one after the other.
-        system_prompt (`str`, *optional*):
-            System prompt of every conversation, in place of the dataset's own.
-        prompt_suffix (`str`, *optional*):
-            Text put after every problem just as it is, with the line break that it begins with.
-        conversational (`bool`, *optional*, defaults to `True`):
-            Whether prompts are lists of messages; otherwise, plain text.
-        limit (`int`, *optional*):
-            Number of rows to read. Defaults to all.
+        system_prompt (`str`, *optional*): System prompt of every conversation, in place of the dataset's own.
+        prompt_suffix (`str`, *optional*): Text put after every problem just as it is, with the line break that it begins with.
+        conversational (`bool`, *optional*, defaults to `True`): Whether prompts are lists of messages; otherwise, plain text.
+        limit (`int`, *optional*): Number of rows to read. Defaults to all.
         prompt_column, answer_column (`str`, *optional*):
             Columns with the problem and the gold answer, where they are not recognised; `outer.inner` reaches into a nested one.
         option_column (`str`, *optional*):
@@ -90,8 +86,7 @@ def load_prompts(
         context_columns (`list[str]`, *optional*):
             Columns with what the problem refers to, written before it. Defaults to those called `context`, `passage`, `body` and
             the like; `[]` for none.
-        unlabelled (`bool`, *optional*, defaults to `False`):
-            Whether the dataset may lack gold answers, for rewards that need none.
+        unlabelled (`bool`, *optional*, defaults to `False`): Whether the dataset may lack gold answers, for rewards that need none.
 
     Returns:
         `Dataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`, `source`, and the dataset's other

@@ -122,7 +122,7 @@ def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, 
     table = pd.DataFrame(samples)
     scored = table.dropna(subset="reward")
     if scored.empty:
-        raise EvaluationError("No sample has a score: the gold answers cannot be read. See `lze-trl data`.")
+        raise EvaluationError("No sample has a score. `lze-trl data` lists gold answers that cannot be read.")
     groups = [(group["reward"].to_numpy(), group["answer"]) for _, group in scored.groupby("id", sort=False)]
     n = 1 + table["sample"].max()
     metrics = {f"avg@{n}": [float(rewards.mean()) for rewards, _ in groups]}

@@ -74,6 +74,7 @@ def _of_run(run: Run) -> GroupSample:
 
 def _of_logs(folder: Path, reward: str | None) -> GroupSample:
     rows = read_logs(folder)
+    rows = rows[rows.duplicated(["log", "prompt"], keep=False)]  # evaluations may have one completion of each prompt
     numeric = rows.drop(columns=["log", "step", "advantage"], errors="ignore").select_dtypes("number")
     if numeric.empty or (reward is not None and reward not in numeric):
         raise TelemetryError(f"The logs have the rewards {list(numeric)}, got {reward!r}. Name one of them.")

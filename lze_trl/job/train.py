@@ -167,7 +167,9 @@ def run(
 def finish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> dict[str, float | None]:
     """Evaluate, save, report and upload what was trained, on one or several datasets of the Hub; returns what [`run`] returns."""
     metric = accuracy_metric(trainer.args.pass_reward, trainer.reward_func_names)
-    if trainer.eval_dataset is not None and held_out_accuracy(trainer.state, metric)["after"] is None:
+    state, of_best = trainer.state, trainer.args.load_best_model_at_end  # whose weights may not be the last ones
+    other = of_best and state.best_global_step != state.global_step
+    if trainer.eval_dataset is not None and (other or held_out_accuracy(state, metric)["after"] is None):
         trainer.evaluate()
     accuracy = held_out_accuracy(trainer.state, metric)
 

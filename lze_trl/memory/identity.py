@@ -40,9 +40,11 @@ def _content(value: Any) -> Any:
     return [_content(item) for item in value] if isinstance(value, list) else value
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: Any) -> Any:
     if isinstance(value, date | time | timedelta | Decimal):
         return str(value)
+    if hasattr(value, "tolist") and not hasattr(value, "tobytes"):  # a tensor
+        return value.tolist()
     content = value.tobytes() if hasattr(value, "tobytes") else value  # images and arrays
     if isinstance(content, bytes):
         return xxhash.xxh64(content).hexdigest()
@@ -71,7 +73,7 @@ def add_prompt_ids(
     Add the column `lze_prompt_id`, and keep only the first row of each prompt.
 
     A prompt is the content of its row, see [`prompt_id`], or the value of a user's own `prompt_id` column where it has one.
-    With a transform (`Dataset.set_transform`), the row before the transform counts, and images count as they are stored. Without
+    With a format or a transform (`Dataset.set_format`), which stays, the row before it counts, and images count as they are stored. Without
     `deduplicate`, each further row of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids.
     `needs_prompt` is off where an environment makes prompts of the other columns.
     """
@@ -96,7 +98,7 @@ def add_prompt_ids(
         desc="Prompt ids",
         load_from_cache_file=False,
     )
-    view = _transform(dataset)
+    shown_as = _with_ids(dataset)
     values = np.asarray(made.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
     if not deduplicate:
         made = Dataset.from_dict({ID_COLUMN: distinct_ids(values)}, features=made.features)
@@ -105,27 +107,28 @@ def add_prompt_ids(
     _, first = np.unique(values, return_index=True)
     if deduplicate and len(first) < len(values):
         dataset = dataset.select(np.sort(first))
-    return dataset if view is None else dataset.with_transform(**view)
+    return shown_as(dataset)
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
     """Names of the columns that the rows of a dataset show; those of a stream may only be known from its first row."""
-    known = dataset.column_names if _transform(dataset) is None else None
+    if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
+        return dataset.format["columns"]
+    known = None if isinstance(dataset, Dataset) else dataset.column_names
     return known or list(next(iter(dataset), {}))
 
 
-def _transform(dataset: Dataset | IterableDataset) -> dict[str, Any] | None:
-    """Arguments of `with_transform` that keep a dataset's own transform and show its id column; `None` without a transform."""
-    if not isinstance(dataset, Dataset) or dataset.format["type"] != "custom":
-        return None
-    transform = dataset.format["format_kwargs"]["transform"]
+def _with_ids(dataset: Dataset) -> Callable[[Dataset], Dataset]:
+    """Shows another dataset as this one is shown, by `with_format` or `with_transform`, and with its id column."""
+    form = dict(dataset.format)
+    kind, settings = form.pop("type"), form.pop("format_kwargs")
+    form["columns"] = [*(name for name in form["columns"] if name != ID_COLUMN), ID_COLUMN]
+    if kind != "custom":
+        return partial(Dataset.with_format, type=kind, **form, **settings)
+    transform = settings["transform"]
     if isinstance(transform, partial) and transform.func is _shown:  # the dataset has ids already
         (transform,) = transform.args
-    return {
-        "transform": partial(_shown, transform),
-        "columns": [*(name for name in dataset.format["columns"] if name != ID_COLUMN), ID_COLUMN],
-        "output_all_columns": dataset.format["output_all_columns"],
-    }
+    return partial(Dataset.with_transform, transform=partial(_shown, transform), **form)
 
 
 def _shown(transform: Callable[[dict[str, list]], dict[str, list]], batch: dict[str, list]) -> dict[str, list]:

@@ -159,7 +159,8 @@ def _content(message: dict[str, Any]) -> str:
     """A message as plain text: its parts, and its tool calls."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        content = "".join(part.get("text") or f"[{part['type']}]" for part in content)
+        parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]  # of a tool, anything
+        content = "".join(part.get("text") or f"[{part.get('type', part)}]" for part in parts)
     # Chat templates take calls with a `function` around them and without
     calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
     shown = [f"{call['name']}({call['arguments']})" for call in calls]

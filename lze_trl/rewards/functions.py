@@ -53,7 +53,7 @@ def completion_text(completion: Completion) -> str:
 def content_text(content: Any) -> str:
     """Text of the content of a message, which may be in blocks."""
     if isinstance(content, list):
-        return "".join(part["text"] for part in content if part["type"] == "text")
+        return "".join(part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text")
     return content or ""
 
 

@@ -7,6 +7,7 @@ Every entry has cases in `tests/test_grading.py`. If they pass without it, as th
 import re
 from decimal import Decimal
 from typing import Any
+from unicodedata import normalize
 
 import sympy
 from latex2sympy2_extended.math_normalization import units
@@ -17,6 +18,12 @@ _SPACE = r"(?:,?\\!\s*|\\[,;:> ]|\\thinspace\s*|\{\s*,\s*\}|[ ~\u00a0\u2009\u202
 _CIRCLE = r"(?:[°º˚∘]|\\(?:text)?degree(?![a-zA-Z]))"
 
 _REWRITES = (
+    # "1 1/2" is read as 1
+    (r"(?<![\w.,/}])(\d+)[ \u00a0]+(\d+)\s*/\s*(\d+)(?![\w.,/])", r"\1\\frac{\2}{\3}"),
+    ("[¼-¾⅐-⅞]", lambda match: r"\frac{" + normalize("NFKC", match[0]).replace("⁄", "}{") + "}"),
+    ("[²³⁴-⁹]", lambda match: f"^{normalize('NFKC', match[0])}"),
+    (r"√\s*(\d+|[a-zA-Z]|\([^()]*\))", r"\\sqrt{\1}"),
+    (r"[€£¥]\s*(?=\d)|(?<=\d)\s*[€£¥]", ""),
     (r"^(\*{1,3})([^*]+?)\.?\1$", r"\2"),  # Markdown around all of an answer
     ("·", r"\\cdot "),
     ("∞", r"\\infty "),
@@ -24,7 +31,7 @@ _REWRITES = (
     (rf"\^\s*\{{\s*{_CIRCLE}\s*\}}|\^?\s*{_CIRCLE}", r"^\\circ "),  # read as text
     (r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF]$", r"\1"),  # temperatures
     (r"^(?:\\(?:approx|simeq|thickapprox|sim(?![a-zA-Z]))|=|~=?|(?:about|approximately|roughly)\s)\s*", ""),
-    # 1\,234 is read as a product; "3 125/1000" is a mixed number
+    # 1\,234 is read as a product
     (rf"(?<![\d.,}}])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|\s*/\s*\d)", lambda match: re.sub(_SPACE, "", match[0])),
     (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1 \\times 10^{\2}"),  # 4.5e33 is read as 4.5·e·33
     (r"\\(?:mathrm|text|textrm)\s*\{\s*([eijk])\s*\}", r" \1 "),
@@ -65,6 +72,8 @@ _LONGEST, _DEEPEST = 400, 12  # characters and nested brackets beyond which the 
 _BASE = re.compile(r"(?<=[\dA-F)}])_\s*\{?\s*(?:\\text\{)?\s*(\d+)")
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
 _SMALL, _TOLERANCE = 1e-3, 2e-6
+_DATE, _NAME = re.compile(r"\d{4}-\d\d?-\d\d?"), re.compile(r"(?=.*[A-Z])[a-zA-Z]{3,}")
+PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # as math-verify has it
 
 
 def rewrite(text: str) -> str:
@@ -101,9 +110,14 @@ def is_too_large(text: str) -> bool:
 
 def differ_as_text(gold: str, answer: str) -> bool:
     """
-    Whether two answers name different bases, as in `52_8`, which math-verify drops; or are decimals that differ before the end of
-    the shorter one. math-verify compares six decimals, however many there are.
+    Whether two answers name different bases, as in `52_8`, which math-verify drops; are words or orders with a capital, such as `BCA`, or
+    dates, which it compares as products and differences; or are decimals that differ before the end of the shorter one. math-verify
+    compares six decimals, however many there are.
     """
+    if _NAME.fullmatch(gold) and _NAME.fullmatch(answer):
+        return gold.casefold() != answer.casefold()
+    if _DATE.fullmatch(gold) or _DATE.fullmatch(answer):
+        return [*map(int, re.findall(r"\d+", gold))] != [*map(int, re.findall(r"\d+", answer))]
     bases = _BASE.findall(gold), _BASE.findall(answer)
     if all(bases) and bases[0] != bases[1]:
         return True

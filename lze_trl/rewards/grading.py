@@ -18,7 +18,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, parser, verify
 from sympy import Basic, MatrixBase
 
-from .gaps import differ_as_text, is_really_equal, is_too_large, rewrite
+from .gaps import PERCENT, differ_as_text, is_really_equal, is_too_large, rewrite
 from .limit import GradingTimeout, in_time
 
 
@@ -79,8 +79,8 @@ class Answer:
 
 def gold_text(value: Any) -> str | None:
     """Text of a gold answer that a file holds as text, a number (27.0 gives "27"), a list of one of them, or not at all."""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+    if isinstance(value, list) and len(value) <= 1:
+        value = value[0] if value else None
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if isinstance(value, float):
@@ -175,7 +175,9 @@ def equal(gold: Answer, answer: Answer) -> bool:
 def _equal_values(gold: Any, value: Any) -> bool:
     settings: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}
     try:
-        return verify(gold, value, **settings) and is_really_equal(gold, value)
+        if verify(gold, value, **settings) and is_really_equal(gold, value):
+            return True
+        return gold.has(PERCENT) != value.has(PERCENT) and _equal_values(gold.subs(PERCENT, 1), value.subs(PERCENT, 1))
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
         logger.debug("math-verify could not compare two answers.", exc_info=True)
         return False
