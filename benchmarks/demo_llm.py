@@ -58,26 +58,33 @@ def run(options: Options, plain: bool, console: Console):
         why = "" if plain else "Plain GRPO has no kept run with this model, data and settings. "
         console.print(f"{why}It is trained here first: half an hour more.")
     console.print(
-        "The model learns, and is evaluated after each step: 12 to 22 minutes on an idle core, by the processor."
+        f"The model learns, in {'float32' if options.float32 else 'bfloat16'}, and is evaluated after each step: 10 to 15 minutes on an idle core."
     )
     bench(options)
     console.print("\n".join(told(options.output)), soft_wrap=True, markup=False)
 
 
 def told(output: Path) -> list[str]:
-    """Accuracy before and after, with 95 % intervals over the held-out prompts, and what each run has cost."""
+    """Accuracy before and after, with 95 % intervals over the held-out prompts, what each run has cost, and what plain GRPO took to the same accuracy."""
     lines = ["Probability of the right answer on held-out numbers, and its 95 % interval:"]
-    for result in sorted(read_results(output), key=lambda result: result["settings"]["strategy"] == BASELINE):
-        first, last = result["curve"][0], result["curve"][-1]
+    curves = {result["settings"]["strategy"]: result["curve"] for result in read_results(output)}
+    for name in (name for name in (ARM, BASELINE) if name in curves):
+        first, last = curves[name][0], curves[name][-1]
         before, after = (
             f"{of['mean']:.3f} ± {1.96 * of['standard_error']:.3f}"
             for of in (point["accuracy"]["held_out"] for point in (first, last))
         )
-        lines.append(
-            f"  {result['settings']['strategy']}: {before} before, {after} after {last['step']} steps, {last['rows_rolled_out']:,} completions, "
-            f"{last['rows_trained']:,} of them trained on, {last['flops']['total']:.1e} FLOPs"
-        )
+        lines.append(f"  {name}: {before} before, {after} after {_cost(last)}, {last['rows_trained']:,} trained on")
+    if len(lines) == 3:
+        goal = curves[ARM][-1]["accuracy"]["held_out"]["mean"]
+        reached = next((p for p in curves[BASELINE] if p["accuracy"]["held_out"]["mean"] >= goal), None)
+        took = "never had it" if reached is None else f"took {_cost(reached)}"
+        lines.append(f"To the accuracy of {ARM}, plain GRPO {took}.")
     return lines
+
+
+def _cost(point: dict) -> str:
+    return f"{point['step']} steps, {point['flops']['total']:.1e} FLOPs and {point['rows_rolled_out']:,} completions"
 
 
 def main(arguments: Sequence[str] | None = None):

@@ -158,7 +158,8 @@ class LZEGRPOConfig(GRPOConfig):
         vllm_mode (`str`, *optional*, defaults to `"colocate"`):
             `"colocate"` and `"server"` are TRL's. `"http"` takes completions from one or several vLLM servers over plain
             HTTP and syncs weights through a file system: no vLLM, CUDA or NCCL in the trainer's environment.
-        vllm_server_urls (`list[str]`, *optional*): Base URLs of the servers.
+        vllm_server_urls (`list[str]`, *optional*):
+            Base URLs of the servers.
         vllm_server_kwargs (`dict[str, Any]`, *optional*):
             `sync_dir` (a directory for weights that all see at the same path; default: shared memory on one host),
             `sync_tolerance` (largest mean difference of log-probs in nats; default: 1e-3 in float32, else 0.05),

@@ -515,8 +515,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any):
-        # Differs from transformers: a run that is resumed at its end, or where it was stopped, takes no step more; a resumed run
-        # continues with the permutation of its epoch, the n-th one drawn from the seed
+        # Differs from transformers: one resumed at its end takes no step more, another goes on with the n-th permutation of the seed
         if (order := getattr(self, "_order", None)) and order.shuffle:
             order.generator.manual_seed(order.seed)
             for _ in range(kwargs["epoch"]):

@@ -58,7 +58,7 @@ def test_recipe_to_summary(job, capsys, tmp_path):
     # A server takes every file of this kind for weights of the model
     assert {path.name for path in run_dir.rglob("*.safetensors")} == {"model.safetensors"}
     assert (run_dir / "report" / "summary.png").is_file()
-    assert "2605.17003" in (run_dir / "README.md").read_text()
+    assert "GRPO with data selection by `strategy: exact`" in (run_dir / "README.md").read_text()
 
 
 @pytest.mark.parametrize("stopped_at", ["evaluate", "push_to_hub"])
