@@ -131,10 +131,13 @@ def is_complete(checkpoint: str | Path) -> bool:
     return Path(checkpoint).name == f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
-def last_complete_checkpoint(run_dir: str | Path, resumable: bool = True) -> str | None:
-    """Newest checkpoint of a run that was written to its end, or `None`; a `resumable` one is not by `save_only_model`."""
-    found = (path for path in checkpoints(run_dir) if is_complete(path))
-    return next((str(path) for path in found if not resumable or any(path.glob("rng_state*.pth"))), None)
+def _is_whole(checkpoint: Path) -> bool:  # not of `save_only_model`
+    return any(checkpoint.glob("rng_state*.pth"))
+
+
+def last_complete_checkpoint(run_dir: str | Path) -> str | None:
+    """Newest checkpoint of a run that was written to its end and can be resumed, or `None`."""
+    return next((str(path) for path in checkpoints(run_dir) if is_complete(path) and _is_whole(path)), None)
 
 
 def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
@@ -146,7 +149,7 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     try:
         json.loads((directory / TRAINER_STATE_NAME).read_bytes())
         description = load(directory, STATE_NAME)[1]
-        if any(directory.glob("rng_state*.pth")):
+        if _is_whole(directory):
             return description
         problem = "it holds a model without its optimizer"
     except (OSError, ValueError) as error:
@@ -206,7 +209,7 @@ def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: 
 
 def find_state(directory: str | Path) -> Path:
     """Folder with the newest prompt state of a run: its own, or its last complete checkpoint; else a `FileNotFoundError`."""
-    candidates = [directory, last_complete_checkpoint(directory, resumable=False)]
+    candidates = [directory, next(filter(is_complete, checkpoints(directory)), None)]
     found = [Path(path) for path in candidates if path is not None and Path(path, f"{STATE_NAME}.json").is_file()]
     if not found:
         raise FileNotFoundError(

@@ -516,11 +516,11 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any):
         # Differs from transformers: one resumed at its end takes no step more, another goes on with the n-th permutation of the seed
-        if (order := getattr(self, "_order", None)) and order.shuffle:
-            order.generator.manual_seed(order.seed)
-            for _ in range(kwargs["epoch"]):
-                torch.randperm(order.num_samples, generator=order.generator)
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            if (order := getattr(self, "_order", None)) and order.shuffle:
+                order.generator.manual_seed(order.seed)
+                for _ in range(kwargs["epoch"]):
+                    torch.randperm(order.num_samples, generator=order.generator)
             super()._run_epoch(*args, **kwargs)
         else:
             logger.info("There is no step left to take. For more, set a larger `max_steps` or `num_train_epochs`.")

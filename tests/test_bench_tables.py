@@ -15,7 +15,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize("name", ["words", "words_float32", "few_words", "skills", "h100", "h200", "calculator", "addition"])
+@pytest.mark.parametrize(
+    "name", ["words", "words_float32", "few_words", "skills", "h100", "h200", "calculator", "addition"]
+)
 def test_a_report_of_kept_results_is_the_kept_one(tmp_path, name, monkeypatch):
     monkeypatch.setattr(suite, "write_picture", lambda *args: None)
     kept = shutil.copytree(RESULTS / name, tmp_path / "kept")

@@ -78,8 +78,7 @@ def load_prompts(
         prompt_suffix (`str`, *optional*): Text put after every problem just as it is, with the line break that it begins with.
         conversational (`bool`, *optional*, defaults to `True`): Whether prompts are lists of messages; otherwise, plain text.
         limit (`int`, *optional*): Number of rows to read. Defaults to all.
-        prompt_column, answer_column (`str`, *optional*):
-            Columns with the problem and the gold answer, where they are not recognised; `outer.inner` reaches into a nested one.
+        prompt_column, answer_column (`str`, *optional*): Columns with the problem and the gold answer, where they are not recognised; `outer.inner` reaches into a nested one.
         option_column (`str`, *optional*):
             Column that lists the options to choose from. They are written after the problem as "A. …", each in its line, and the
             gold answer becomes the letter of the right one. Ask for the letter in `prompt_suffix`.

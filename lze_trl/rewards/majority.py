@@ -126,12 +126,10 @@ class MajorityReward:
     [`~lze_trl.rewards.accuracy_reward`].
 
     Args:
-        bounds (`Sequence[float]`, *optional*, defaults to `(0.2, 0.8)`):
-            Lowest and highest share of the winner's votes, of all completions drawn. Outside, the reward abstains.
+        bounds (`Sequence[float]`, *optional*, defaults to `(0.2, 0.8)`): Lowest and highest share of the winner's votes, of all completions drawn. Outside, the reward abstains.
         margin (`int`, *optional*, defaults to `2`): Fewest votes that the winner must be ahead by, at least 1: a tie always abstains.
         min_valid (`float`, *optional*, defaults to `0.5`): Lowest share of the completions that must have an answer.
-        labelled (`str`, *optional*, defaults to `"gold"`):
-            What decides for prompts with a gold answer (`solution`): `"gold"`, or `"none"`, the majority all the same.
+        labelled (`str`, *optional*, defaults to `"gold"`): What decides for prompts with a gold answer (`solution`): `"gold"`, or `"none"`, the majority all the same.
     """
 
     def __init__(
