@@ -3,6 +3,9 @@
 import logging
 from typing import Any
 
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
 from trl.trainer.utils import get_callable_name
@@ -156,6 +159,26 @@ def _of_run(
 
 
 # ---- What the trainer is given ----
+
+
+def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer | None):
+    """Refuse a training that would change nothing: no weight is trainable, or the `optimizer` that was passed has none of them."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trained:
+        adapter = (
+            " Load the adapter with `PeftModel.from_pretrained(…, is_trainable=True)`." if is_peft_model(model) else ""
+        )
+        raise ValueError(
+            f"No weight of the model is trainable, so a training would change nothing.{adapter} Set `requires_grad=True` for what is to be "
+            "trained, or pass a `peft_config`."
+        )
+    if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier training
+        return
+    if not trained & {id(p) for group in optimizer.param_groups for p in group["params"]}:
+        raise ValueError(
+            "The optimizer in `optimizers` has no trainable weight of the model, so a training would change nothing. Make it of "
+            "`trainer.model.parameters()`, which a `peft_config` replaces, or set `optim` instead."
+        )
 
 
 def _refuse_unfit_object(name: str, kind: Any, value: Any):

@@ -519,11 +519,8 @@ class Engine:
                     parameter.grad = torch.zeros_like(parameter)
 
     def update_was_skipped(self):
-        """After an optimizer step that moves no weight: those that vLLM has loaded are those of the next step as well."""
-        trainer = self._trainer
-        if trainer.use_vllm and trainer._last_loaded_step == trainer.state.global_step:
-            trainer._last_loaded_step += 1
-        schedule = trainer.lr_scheduler
+        """After an optimizer step without rows: the learning rate goes on."""
+        schedule = self._trainer.lr_scheduler
         if type(schedule).__name__ == "DeepSpeedSchedulerWrapper":  # it steps in DeepSpeed's backward pass
             schedule.scheduler.step()
 
@@ -618,13 +615,14 @@ class Engine:
         trainer = self._trainer
         trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, generation, -1
 
+    def on_all_processes(self, holds: bool) -> bool:
+        """Whether something holds on all processes, which must all ask."""
+        accelerator = self._trainer.accelerator
+        return bool(accelerator.gather(torch.tensor([holds], device=accelerator.device)).all())
+
     def training_ended(self):
         """Say that no training is under way: transformers leaves it on after an exception."""
         self._trainer.is_in_train = False
-
-    def weights_changed(self):
-        """The weights are those of a checkpoint: vLLM has to load them."""
-        self._trainer._last_loaded_step = -1
 
 
 def _table(size: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from . import checks
 from .build import make_geometry, make_state, placeholders
 from .config import LZEGRPOConfig
 from .engine import Engine, altered, rehearsal, without_vllm
+from .fingerprint import fingerprint
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
 from .plan.passes import NoRows, Passes
@@ -100,6 +101,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     model: PreTrainedModel
 
     generation_step: GenerationStep
+    weights_in_vllm: list[int] | None = None
+    """Fingerprint of the weights that vLLM has loaded; `None` if it must load them before it generates."""
+
     resolved: dict[str, Any]
     """What `pruning` and `deduplicate` are for this training set, also where they are unset in `args`."""
 
@@ -334,6 +338,16 @@ class LZEGRPOTrainer(GRPOTrainer):
             return Engine(self).settle_evaluation(rewards, ballots)
         return rewards
 
+    @property
+    def _last_loaded_step(self) -> int:
+        # Differs from TRL: vLLM has to load the weights if anything has changed them: a step, a callback, the best checkpoint
+        current = self.weights_in_vllm is not None and self.weights_in_vllm == fingerprint(self.model)
+        return self.state.global_step if Engine(self).on_all_processes(current) else -1
+
+    @_last_loaded_step.setter
+    def _last_loaded_step(self, step: int):
+        self.weights_in_vllm = None if step < 0 else fingerprint(self.model)
+
     # ---- The update ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -477,6 +491,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):  # type: ignore[override]  # the others are passed on
         # Differs from TRL: `True` means the last *complete* checkpoint, and the prompt state is saved at the end
+        checks.refuse_nothing_to_train(self.model, self.optimizer)
         run_dir = self.args.output_dir
         if resume_from_checkpoint is True:
             resume_from_checkpoint = store.last_complete_checkpoint(run_dir)
@@ -547,7 +562,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Our parts continue from a checkpoint."""
         if store.load_parts(checkpoint, self._parts)["mid_batch"]:
             self.generation_step.load_rows(store.load(checkpoint, self._rows_name)[0])
-        Engine(self).weights_changed()
 
     @property
     def _rows_name(self) -> str:

@@ -38,13 +38,15 @@ class FakeVLLM:
     Serves what the client uses, on a free port.
 
     A completion's tokens are the number of loads so far and its place in the group, so that a test sees which weights
-    made it. Log-probs are -1 for weights that were loaded, and -2 for those it started with.
+    made it. Log-probs are -1 for weights that were loaded, up to a rounding that each load changes, and -2 for those it started with.
     """
 
     max_model_len = 32
 
-    def __init__(self, port: int = 0, vocab_size: int = 10**6, host: str = "127.0.0.1"):
-        self.vocab_size = vocab_size
+    def __init__(
+        self, port: int = 0, vocab_size: int = 10**6, host: str = "127.0.0.1", dtype: object = "torch.float32"
+    ):
+        self.vocab_size, self.dtype = vocab_size, str(dtype)
         self.faults: dict[str, list] = {}  # by path, used up one a request
         self.requests: Counter = Counter()
         self.bodies: list[dict] = []
@@ -117,7 +119,7 @@ class FakeVLLM:
             return 500, {"error": {"message": DEAD_ENGINE}}
         if isinstance(fault, int):
             return fault, {"error": {"message": f"fault {fault} on command"}}
-        config = {"dtype": "torch.float32", "logprobs_mode": "processed_logprobs"}
+        config = {"dtype": self.dtype, "logprobs_mode": "processed_logprobs"}
         card = {"id": "fake", "max_model_len": self.max_model_len, "parent": None}
         match path:
             case "/v1/completions":
@@ -133,7 +135,7 @@ class FakeVLLM:
 
     def _complete(self, body: dict, fault) -> tuple[int, dict]:
         if "prompt_logprobs" in body:
-            logprob = -1.0 if self.loads else -2.0
+            logprob = -1.0 - 1e-9 * self.loads if self.loads else -2.0
             entries = [None, *({str(token): {"logprob": logprob}} for token in body["prompt"][1:])]
             return 200, {"choices": [{"index": 0, "prompt_logprobs": entries}]}
         if max(body["prompt"]) >= self.vocab_size:

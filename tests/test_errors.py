@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
 
 import tiny
 from launches import fork
@@ -88,6 +89,29 @@ REFUSED = [
 def test_what_cannot_work_is_refused_before_anything_is_loaded(tmp_path, named, settings, given):
     with pytest.raises((ValueError, TypeError, FileNotFoundError), match=named):
         make(tmp_path, trainer={"model": "me/no-model", **given}, **settings)
+
+
+def test_a_training_that_would_change_nothing_is_refused(tmp_path):
+    def adapted(**kwargs):
+        get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+        return PeftModel.from_pretrained(tiny.model(), tmp_path / "adapter", **kwargs)
+
+    other = torch.optim.SGD(tiny.model().parameters(), lr=0.1)
+    for message, given in (
+        ("Load the adapter with `PeftModel.from_pretrained", {"model": adapted()}),
+        (
+            "No weight of the model is trainable, so a training would change nothing. Set",
+            {"model": tiny.model().requires_grad_(False)},
+        ),
+        ("`optimizers` has no trainable weight", {"optimizers": (other, None)}),
+    ):
+        trainer = make(tmp_path / "run", trainer=given)
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+        assert trainer.ledger.rows_rolled_out == 0
+    trainer = make(tmp_path / "run", trainer={"model": adapted(is_trainable=True)}, max_steps=1)
+    trainer.train()
+    trainer.train()  # with the optimizer of the first
 
 
 # ---- What reward functions return ----

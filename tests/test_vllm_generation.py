@@ -1,20 +1,28 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
+import copy
 import gc
 import inspect
 import socket
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 import agents
+import nodes_run
 import tiny
 from fake_vllm import FakeVLLM, http_settings
 from lze_trl.servers import sync, weights
 from lze_trl.servers.client import RequestRefusedError, ServerMismatchError, VLLMServer
 from lze_trl.servers.generation import HTTPGeneration
+from seeded_vllm import SeededVLLM
 
 
 @pytest.fixture
@@ -164,6 +172,147 @@ def test_only_changed_weights_are_synced(fake, tmp_path):
     trainer.train()
     assert loads == [1, 1, 2, 2, 3, 3]  # the first weights, then those that a step has changed
     assert trainer.ledger.skipped_updates == 4
+
+
+class WatchingVLLM(SeededVLLM):
+    """Notes for each request for completions whether the weights that it has loaded are those of the `model`."""
+
+    def __init__(self, model):
+        self.model, self.loaded, self.current = model, {}, []
+        super().__init__()
+
+    def _outcome(self, path, body, fault):
+        if path == "/collective_rpc":
+            self.loaded = load_weights(body["kwargs"]["weights_path"])
+        return super()._outcome(path, body, fault)
+
+    def _complete(self, body, fault):
+        if "prompt_logprobs" not in body:
+            weights = self.model.state_dict()
+            self.current.append(all(torch.equal(weights[name], tensor) for name, tensor in self.loaded.items()))
+        return super()._complete(body, fault)
+
+
+def load_weights(directory) -> dict[str, torch.Tensor]:
+    return {n: t for file in Path(directory).glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+class Overwrites(TrainerCallback):
+    """Replaces the weights in two ways that no step is part of."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 1:
+            model.load_state_dict(tiny.model(seed=5).state_dict())
+
+    def on_evaluate(self, args, state, control, model, **kwargs):
+        model.lm_head.weight.data += 1e-7  # PyTorch counts no change of it
+
+
+def test_servers_generate_with_the_weights_as_they_are_whatever_has_changed_them(tmp_path):
+    model = tiny.model()
+    server = WatchingVLLM(model)
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "reward", "greater_is_better": False}
+    own = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.1}
+    given = {"model": model, "eval_dataset": tiny.prompts(3), "callbacks": [Overwrites()]}
+    settings = best | own | nodes_run.served(tmp_path, server.url) | {"max_steps": 4, "per_device_eval_batch_size": 4}
+    try:
+        trainer = tiny.make(tmp_path / "run", dataset=tiny.prompts(12), trainer=given, **settings)
+        trainer.train()
+        asked = len(server.current)
+        trainer.evaluate()
+        trainer.model.load_state_dict(tiny.model(seed=6).state_dict())
+        trainer.evaluate()
+        loads = server.loads
+        trainer.evaluate()
+    finally:
+        server.stop()
+    assert trainer.state.best_model_checkpoint is not None
+    assert 0 < asked < len(server.current)
+    assert server.current == [True] * len(server.current)
+    assert server.loads == loads + 1  # the callback has changed them after each evaluation
+
+
+class ComputingVLLM(FakeVLLM):
+    """Computes the log-probs of prompts with the weights that it has loaded, in a precision; if `deaf`, it loads none of them."""
+
+    def __init__(self, model, dtype: torch.dtype, deaf: bool):
+        self.model, self.deaf = copy.deepcopy(model).to(dtype), deaf
+        super().__init__(vocab_size=len(tiny.tokenizer()), dtype=dtype)
+
+    def _outcome(self, path, body, fault):
+        if path == "/collective_rpc" and not self.deaf:
+            self.model.load_state_dict(load_weights(body["kwargs"]["weights_path"]))
+        return super()._outcome(path, body, fault)
+
+    def _complete(self, body, fault):
+        ids = torch.tensor([body["prompt"]])
+        logprobs = self.model(ids).logits.float().log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])
+        entries = [
+            {str(token): {"logprob": p}} for token, p in zip(body["prompt"][1:], logprobs[:, 0].tolist(), strict=True)
+        ]
+        return 200, {"choices": [{"index": 0, "prompt_logprobs": [None, *entries]}]}
+
+
+def synced(directory, accelerator, dtype, deaf, rate, steps, peft=None) -> int:
+    """Steps of Adam's size until a server is refused."""
+    model = tiny.model()
+    server = ComputingVLLM(model, dtype, deaf)
+    model = model if peft is None else get_peft_model(model, peft)
+    own = {
+        "vllm_server_kwargs": {"sync_dir": str(directory)},
+        "max_completion_length": 5,
+        "bf16": dtype == torch.bfloat16,
+    }
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate)
+    try:
+        generation = HTTPGeneration(model, accelerator, tiny.tokenizer(), http_settings([server.url], **own))
+        for step in range(steps):
+            try:
+                generation.sync_weights()
+            except ServerMismatchError as error:
+                assert "that it has loaded new weights" in str(error)
+                return step
+            model(torch.arange(4, 44)[None], labels=torch.arange(4, 44)[None]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        server.stop()
+    return steps
+
+
+ADAPTER = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "peft"),
+    [
+        (torch.float32, 1e-5, None),
+        (torch.float32, 1e-6, None),
+        (torch.float32, 1e-4, ADAPTER),
+        (torch.bfloat16, 1e-5, None),
+        (torch.bfloat16, 1e-4, ADAPTER),
+    ],
+)
+def test_a_server_that_ignores_weights_is_refused_within_a_few_syncs(dtype, rate, peft, accelerator, tmp_path):
+    assert synced(tmp_path, accelerator, dtype, True, rate, 9, peft) <= 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rate", [0.0, 1e-12, 1e-8, 1e-5])
+def test_a_server_that_loads_weights_is_never_refused_however_little_they_change(dtype, rate, accelerator, tmp_path):
+    assert synced(tmp_path, accelerator, dtype, False, rate, 7) == 7
+
+
+def test_tied_weights_that_adapters_part_are_refused_before_a_server_is_asked(accelerator):
+    settings = http_settings(["http://127.0.0.1:9"], max_completion_length=5)
+    for own in (
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"target_modules": ["embed_tokens"]},
+    ):
+        model = get_peft_model(tiny.model(tied=True), LoraConfig(**{"target_modules": ["q_proj"]} | own))
+        with pytest.raises(ValueError, match=r"ties 'lm_head.weight' to 'model.embed_tokens.weight'.*Leave both out"):
+            HTTPGeneration(model, accelerator, tiny.tokenizer(), settings)
 
 
 def test_a_forecast_leaves_the_seeds_of_the_training(fake, tmp_path):

@@ -15,6 +15,10 @@ _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it 
 _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
 _ROUNDING = 1e-3  # by which a log-prob may be above 0
+# By which a server that ignores new weights is told from one whose log-probs hardly move
+_MOST_SAME_SYNCS = 2
+_LEAST_CHANGED = 0.01  # share of the weights, summed over the syncs
+_LEAST_MOVED = 4e-6  # of the trainer's log-probs, in nats: some units in the last place of float32
 
 
 class ServerError(RuntimeError):
@@ -55,6 +59,20 @@ class Snapshot:
     probe: list[int]  # N tokens to compare log-probs on
     reference: list[float]  # the trainer's log-probs of `probe[1:]`
     tolerance: float  # largest mean absolute difference of the log-probs
+    changed: float = 1.0  # share of the weights that have moved since the snapshot before
+
+
+@dataclass
+class SameAnswers:
+    """Log-probs that a server gives for one snapshot after another."""
+
+    logprobs: list[float]
+    first: Snapshot
+    syncs: int = 0  # after the first one
+    changed: float = 0.0  # sum of `Snapshot.changed` over them
+
+    def __post_init__(self):
+        self.last = self.first
 
 
 class VLLMServer:
@@ -73,6 +91,7 @@ class VLLMServer:
         self.host, self.request_timeout = parts.hostname, request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
+        self._same: SameAnswers | None = None
         self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
@@ -212,8 +231,7 @@ class VLLMServer:
 
     async def _compare(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         logprobs = await self.prompt_logprobs(http, snapshot.probe)
-        gaps = [abs(theirs - ours) for theirs, ours in zip(logprobs, snapshot.reference, strict=True)]
-        self.difference = sum(gaps) / len(gaps)
+        self.difference = _mean_difference(logprobs, snapshot.reference)
         if not self.difference <= snapshot.tolerance:  # also when it is not a number
             raise ServerMismatchError(
                 f"After a weight sync, the log-probs of the vLLM server {self.url} (model {self.model!r} in {self.dtype}) "
@@ -222,6 +240,32 @@ class VLLMServer:
                 f"and that every weight is in {snapshot.directory}, `lm_head.weight` included. If only the precision "
                 "differs, raise the tolerance."
             )
+        self._refuse_unchanged_answers(snapshot, logprobs)
+
+    def _refuse_unchanged_answers(self, snapshot: Snapshot, logprobs: list[float]):
+        """
+        Refuse a server that says that it has loaded weights and keeps its old ones. While they are within the tolerance, only this shows
+        it: syncs in a row leave each of its log-probs as it was, bit for bit, where weights and the trainer's log-probs have moved.
+        """
+        if self._same is None or logprobs != self._same.logprobs:
+            self._same = SameAnswers(logprobs, snapshot)
+        elif snapshot.version != self._same.last.version:  # else this comparison is made again
+            self._same.last, self._same.syncs = snapshot, self._same.syncs + 1
+            self._same.changed += snapshot.changed
+        same = self._same
+        moved = _mean_difference(snapshot.reference, same.first.reference)
+        if same.syncs >= _MOST_SAME_SYNCS and same.changed >= _LEAST_CHANGED and moved >= _LEAST_MOVED:
+            raise ServerMismatchError(
+                f"The vLLM server {self.url} says that it has loaded new weights, but its log-probs were the same after {same.syncs} syncs "
+                f"in a row, in which {same.changed / same.syncs:.1%} of the weights changed each time and the trainer's log-probs moved by "
+                f"{moved:.1e} nats. So it still samples with old weights. Check that it is vLLM 0.32 or later with "
+                f"VLLM_SERVER_DEV_MODE=1, that no proxy answers in its place, and that it reads {snapshot.directory} and not a copy."
+            )
+
+
+def _mean_difference(logprobs: list[float], others: list[float]) -> float:
+    """Mean absolute difference, in nats."""
+    return sum(abs(own - other) for own, other in zip(logprobs, others, strict=True)) / len(logprobs)
 
 
 def _check_reason(choice: dict) -> str:

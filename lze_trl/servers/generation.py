@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from .client import Completion, Snapshot
 from .pool import Group, ServerPool, Serving
 from .sync import logprobs, probe_tokens, shared_directory, tolerance_for
-from .weights import base_model, export_weights
+from .weights import ChangedShare, base_model, export_weights, untied_weights
 
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,10 @@ class HTTPGeneration:
         self.model, self.accelerator, self.processing_class, self.args = model, accelerator, processing_class, args
         self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
         self._syncs = 0
+        self._changes, self._reference = (
+            ChangedShare(),
+            [0.0],
+        )  # of the exports; the log-probs of the probe in the last one
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
@@ -80,6 +84,12 @@ class HTTPGeneration:
             args.vllm_server_kwargs[name]
             for name in ("max_concurrent_requests", "request_timeout", "recovery_timeout")
         )
+        if (untied := untied_weights(model)) is not None:
+            raise ValueError(
+                f"The config ties {untied[0]!r} to {untied[1]!r} (`tie_word_embeddings`), and adapters train them apart, which a vLLM "
+                "server cannot serve. Leave both out of `target_modules` and `modules_to_save`; or list both in `modules_to_save` with "
+                "`ensure_weight_tying=True`."
+            )
         self.pool = ServerPool(args.vllm_server_urls, *limits)
         self._probe, self._dtype = self._on_main_process(self._connect)
 
@@ -116,7 +126,7 @@ class HTTPGeneration:
         directory = self._on_main_process(self._next_directory)
         failure = None
         try:
-            export_weights(self.model, self.accelerator, directory, dtype=self._dtype)
+            export_weights(self.model, self.accelerator, directory, dtype=self._dtype, changes=self._changes)
         except Exception as error:  # perhaps on the main process alone, while the others go on
             failure = error
             failure.add_note(f"If `{directory}` is full, give another one: `vllm_server_kwargs={{'sync_dir': ...}}`.")
@@ -129,7 +139,8 @@ class HTTPGeneration:
             if tolerance is None:
                 tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
             version = f"{directory.parent.name}-{self._syncs}"
-            self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance))
+            changed = self._changes.share()
+            self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance, changed))
 
         self._on_main_process(load)
         if failure is not None:  # on this process alone

@@ -22,6 +22,7 @@ from .adapters import deltas, merged_parameters, whole
 
 # What wrappers put into the names of the parameters they wrap
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
+_SAMPLED = 4096  # elements of each tensor, at least
 
 
 def export_weights(
@@ -30,6 +31,7 @@ def export_weights(
     directory: Path,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 512 * 2**20,
+    changes: "ChangedShare | None" = None,
 ) -> int:
     """
     Write the weights of a model in training as a checkpoint, and return its bytes: 0 on all processes but the main one,
@@ -39,7 +41,7 @@ def export_weights(
     `dtype`, in files of `max_shard_bytes`, which is about half of the memory that writing takes (a larger tensor has a file
     of its own). LoRA adapters are merged into what is written; the model itself is not touched. Tied weights are written
     under each of their names: vLLM leaves the output layer of a model with tied embeddings as it was, and says nothing,
-    when `lm_head.weight` is not in the checkpoint it reloads.
+    when `lm_head.weight` is not in the checkpoint it reloads. `changes` sees every tensor as it is written.
     """
     base = base_model(model)
     weights = _full_tensors(model, DistributedBackend(accelerator))
@@ -51,11 +53,65 @@ def export_weights(
         base.config.save_pretrained(directory)
         if base.can_generate():
             base.generation_config.save_pretrained(directory)
-        return _write(_published(weights, base, dtype), directory, max_shard_bytes)
+        tensors = _published(weights, base, dtype)
+        return _write(tensors if changes is None else changes.watch(tensors), directory, max_shard_bytes)
     except Exception:
         shutil.rmtree(directory, ignore_errors=True)
         deque(weights, maxlen=0)  # the other processes wait in the gathers that are left
         raise
+
+
+class ChangedShare:
+    """
+    The share of the exported weights that an update has moved, estimated from a sample of each tensor. A change that is far below the
+    rounding of a usual weight, as of a bias near zero, does not count: it moves no log-prob.
+    """
+
+    def __init__(self):
+        self._before: dict[str, torch.Tensor] = {}
+        self._now: dict[str, torch.Tensor] = {}
+
+    def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hand on the tensors of an export, and keep a sample of each."""
+        self._before, self._now = self._now, {}
+        for name, tensor in tensors:
+            if tensor.is_floating_point():
+                flat = tensor.reshape(-1)
+                stride = len(flat) // _SAMPLED | 1  # odd, so that it seldom is a multiple of the length of a row
+                self._now[name] = flat[::stride].clone()
+            yield name, tensor
+
+    def share(self) -> float:
+        """The share of the sampled weights that the last export has moved, from 0 to 1; 1 before the second export."""
+        if self._before.keys() != self._now.keys():
+            return 1.0
+        now = torch.cat([tensor.float() for tensor in self._now.values()])
+        before = torch.cat([tensor.float() for tensor in self._before.values()])
+        rounding = max(torch.finfo(tensor.dtype).eps for tensor in self._now.values())
+        moved = (now - before).abs() > now.abs().median() * rounding / 16
+        return float(moved.float().mean())
+
+
+def untied_weights(model: nn.Module) -> tuple[str, str] | None:
+    """
+    Names of two parameters that the model should have tied and that differ, or will once adapters are trained; the tied one first. A
+    server would use one of them for both.
+    """
+    tied: Any = base_model(model)
+    parameters = {name: (id(parameter), layer) for name, parameter, layer in _parameters(model)}
+    for name, source in tied.all_tied_weights_keys.items():
+        own, other = parameters.get(name), parameters.get(source)
+        if own is not None and other is not None and (own != other or own[1] is not None):
+            return name, source
+    return None
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
+    """Name in the base model, parameter, and the LoRA layer that adds to it, of every weight, tied ones under each name."""
+    wrapped: Any = model
+    plain = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
+    for name, parameter, layer in merged_parameters(wrapped) if is_peft_model(model) else plain:
+        yield _WRAPPERS.sub("", name), parameter, layer
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
@@ -106,15 +162,12 @@ def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tup
     """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
     if backend.fsdp_version == 1:
         raise ValueError("FSDP1 cannot be synced with vLLM over HTTP. Set `fsdp_version: 2` in the accelerate config.")
-    wrapped: Any = model
-    plain = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
-    parameters: Any = merged_parameters(wrapped) if is_peft_model(model) else plain
-    for name, parameter, layer in parameters:
+    for name, parameter, layer in _parameters(model):
         with backend.gather_params([parameter] if layer is None else list(layer.parameters())):
             tensor = whole(parameter)
             for delta in [] if layer is None else deltas(layer):
                 tensor = tensor + delta.to(tensor.dtype)
-            yield _WRAPPERS.sub("", name), tensor
+            yield name, tensor
     base = base_model(model)
     persistent = base.state_dict().keys()
     for name, buffer in base.named_buffers():
