@@ -16,9 +16,10 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, parser, verify
-from sympy import Basic, MatrixBase
+from sympy import Basic, I, MatrixBase
 
-from .gaps import PERCENT, differ_as_text, is_really_equal, is_too_large, rewrite
+from .gaps import MAGNITUDES, PERCENT, differ_in_units, equal_as_text, is_really_equal, is_share, is_too_large, rewrite
+from .gaps import split_option, unit_names
 from .limit import GradingTimeout, in_time
 
 
@@ -34,6 +35,21 @@ _BOXES = ("\\boxed", "\\fbox")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 _BARE_ANSWER_CHARACTERS = 100
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
+_SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:eos|bos|pad|end_of_turn)>")
+
+# Commands that show nothing of their own: blanks with their lengths, fonts, brackets, and what takes arguments
+_LAYOUT = re.compile(
+    r"\\[hv]?(?:space|phantom)\*?\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[^{}]*\}"
+    r"|\\(?:text[a-z]*|math[a-z]+|[hm]box|boxed|fbox|operatorname|boldsymbol|left|right|q?quad|space|square|Box|underline|overline|"
+    r"[cl]?dots|[dt]?frac|sqrt)(?![a-zA-Z])"
+    r"|\\[,;:!\\_ ]|[{}~$_\s]+"
+)
+_CONTENT = re.compile(r"[^\W_]|\\[a-zA-Z]|[<>=∞∅]")
+_PLACEHOLDER = re.compile(
+    r"unknown|unclear|(?:i )?(?:do not|don['’]?t) know|no answer|n\s*/\s*a|tbd|"
+    r"(?:(?:insert|enter|put|write) )?(?:the |your |final |my )*(?:answer|result)(?: here)?",
+    re.IGNORECASE,
+)
 
 # Units are removed before: math-verify removes everything from the first `\text{` on
 _LATEX = (
@@ -46,18 +62,43 @@ _LATEX = (
 
 _ANNOUNCEMENT = re.compile(
     r"""(?:
-        \banswers?\b (?:[^.:=\n]|\.\d){0,60}? (?:\b(?:is|are|equals|be)\b|[:=])          # "the answer to this is"
+        \b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b
+            (?P<between>(?:[^.:=\n]|\.\d){0,60}?) (?:\b(?:is|are|equals|be)\b|[:=])      # "the answer to this is"
         |^[^\w\n]*(?:(?:the|my|final|correct)\s+)*answers?\b(?=[\W_]{0,9}[\d$\\\n(-])     # "**Final answer** 27"
         |^[^\w\n]*ans\b\.?\s*[:=]
         |^[^\w\n]*a:(?=[^\n]*\s*\Z)                                                      # the last line, not option A
     )[\s*_:}]*""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
+_THE = r"(?:\W+(?:that|the|my|our|its|final|correct|right))*\W*\Z"
+_SUPPOSED = re.compile(rf"\b(?:if|whether|suppos(?:e|ing)|assum(?:e|ing)|imagine|pretend|unless|say){_THE}", re.IGNORECASE)
+_DENIED = re.compile(
+    rf"(?:\bnot|n['’]?t|\bnever|\bcannot)\s+(?:be\s+|the\s+)?(?:think|believe|true|case|sure|certain|know|say|clear|likely){_THE}"
+    rf"|(?<!\bno )\b(?:doubt|unlikely|impossible|wrong|false){_THE}",
+    re.IGNORECASE,
+)
+_UNSURE = re.compile(r"\b(?:not|never|cannot|may|might|could|hardly)\b|n['’]t\b", re.IGNORECASE)
+# What may stand between the announcement and the value
+_FILLER = re.compile(
+    r"(?:(?:as follows|(?:equal|equivalent) to|given by|found to be|going to be|therefore|thus|hence|then|indeed|just|simply|exactly|"
+    r"precisely|clearly|obviously|actually|only|definitely|certainly|the following|(?:the|an?) (?:(?:final|correct|exact|ordered) )?"
+    r"(?:number|value|total(?: of)?|option|choice|letter|fraction|point|pair|interval|set|matrix|vector|polynomial|expression)|"
+    r"option|choice|letter|the|an?(?=\s+[\d$\\]))\b[\s:,*]*)+",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
-_OPTION = re.compile(r"\(?([A-Z])\)")
-_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$", re.DOTALL)
+_PARTS_OF_VALUES = ("and", "or", *MAGNITUDES)
+_LETTER = re.compile(r"\(?([A-Z])\)")
+_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$(?!\d)", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
-_VALUE = re.compile(r"\d|\b[A-Z]\b")  # "5, since $x = 3$"
+# What makes another answer of the value before it
+_CHANGED = re.compile(
+    r"\b(?:or|no|wait|actually|rather|instead|maybe|perhaps|possibly|alternatively|either|wrong|incorrect|than|unless|mod|modulo|"
+    r"squared|cubed|factorial|half|halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths|(?:dozen|hundred|thousand|[mbtr]+illion)s?|"
+    r"(?:is|was|are)(?: not|n['’]t)|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d)\b",
+    re.IGNORECASE,
+)
+_TAKEN_BACK = re.compile(r"\W*(?:no|not|or|wait|but wait|actually|oops|sorry|correction|hmm|scratch|alternatively|just kidding)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -65,6 +106,7 @@ class Answer:
     """An answer as math-verify reads it: a SymPy expression and its text, or the text alone."""
 
     values: tuple[Any, ...]
+    units: frozenset[tuple[int, str]] = frozenset()  # which are no part of the values
 
     @property
     def text(self) -> str:
@@ -92,24 +134,54 @@ def gold_text(value: Any) -> str | None:
     )
 
 
+def gold_texts(value: Any) -> list[str]:
+    """Texts of the gold answers for one prompt, any of which is right: of a list, or of a single one."""
+    texts = [gold_text(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
+    return [text for text in texts if text is not None]
+
+
 def last_boxed(text: str, braced: bool = False) -> str | None:
     r"""
-    Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed; `\boxed 5` counts as well, unless it must be `braced`.
+    Contents of the last `\boxed{…}` or `\fbox{…}` that holds something, if there is one and it is closed; `\boxed 5` counts as well,
+    unless it must be `braced`. A blank box, and the word `\boxed` in a sentence, are passed over.
 
     math-verify joins neighbouring boxes, but worked solutions box a value and then its other form, or an intermediate result.
     """
-    start, command = max((text.rfind(command), command) for command in _BOXES)
-    if start < 0:
-        return None
-    rest = text[start + len(command) :].lstrip()
-    if not rest.startswith("{"):
-        return None if braced else rest.partition("$")[0].strip() or None  # \boxed 5$
+    end = len(text)
+    while True:
+        start, command = max((text.rfind(command, 0, end), command) for command in _BOXES)
+        if start < 0:
+            return None
+        rest, end = text[start + len(command) :].lstrip(), start
+        box = _braced(rest) if rest.startswith("{") else rest.partition("$")[0].strip()
+        if box is None:
+            return None
+        if rest.startswith("{"):
+            if not is_blank(box):
+                return box
+        elif box and not _WORD.search(box.partition("\n")[0]):  # \boxed 5$
+            return None if braced else box
+
+
+def _braced(text: str) -> str | None:
+    """What stands between the opening brace of a text and the one that closes it, if there is one."""
     depth = 0
-    for brace in _BRACE.finditer(rest):
+    for brace in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return rest[1 : brace.start()].strip() or None
+            return text[1 : brace.start()].strip()
     return None
+
+
+def shown_words(box: str) -> str:
+    """What a box shows, without fonts, blanks and brackets."""
+    return " ".join(_LAYOUT.sub(" ", box).split())
+
+
+def is_blank(box: str) -> bool:
+    r"""Whether a box holds no answer: nothing, a blank (`\text{ }`, `\square`, `___`), or a placeholder ("your answer here", "N/A")."""
+    shown = shown_words(box)
+    return _CONTENT.search(shown) is None or _PLACEHOLDER.fullmatch(shown.strip(" .!:…<>[]()\"'")) is not None
 
 
 def marked_answer(text: str) -> str | None:
@@ -137,7 +209,7 @@ def read_gold(gold: str) -> Answer | None:
 
     Returns `None` if it cannot be read, or not in time.
     """
-    text = final_part(gold)
+    text = _SPECIAL_TOKEN.sub("", final_part(gold))
     with suppress(GradingTimeout):
         return in_time(lambda: _read_shown(text) or _read_announced(text) or _read_bare(text), seconds=GOLD_SECONDS)
     return None
@@ -151,7 +223,7 @@ def read_answer(completion: str) -> Answer | None:
 
     Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
-    return in_time(_read_completion, final_part(completion))
+    return in_time(_read_completion, _SPECIAL_TOKEN.sub("", final_part(completion)))
 
 
 def _read_completion(text: str) -> Answer | None:
@@ -166,10 +238,19 @@ def _read_completion(text: str) -> Answer | None:
 
 def equal(gold: Answer, answer: Answer) -> bool:
     """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
-    if gold.text == answer.text:
-        return True
+    return in_time(_equal, gold, answer)
+
+
+def _equal(gold: Answer, answer: Answer) -> bool:
+    if gold.text == answer.text or differ_in_units(gold.units, answer.units):
+        return not differ_in_units(gold.units, answer.units)
+    options = split_option(gold.text), split_option(answer.text)
+    if any(map(all, options)):  # "(B) 27" equals B, and 27
+        parts = [(_read_bare(a), _read_bare(b)) for a, b in zip(*options, strict=True) if a and b]
+        return bool(parts) and all(a is not None and b is not None and _equal(a, b) for a, b in parts)
+    decided = equal_as_text(gold.text, answer.text)
     pairs = product(gold.expressions, answer.expressions)
-    return not differ_as_text(gold.text, answer.text) and in_time(lambda: any(_equal_values(*pair) for pair in pairs))
+    return any(_equal_values(*pair) for pair in pairs) if decided is None else decided
 
 
 def _equal_values(gold: Any, value: Any) -> bool:
@@ -177,7 +258,11 @@ def _equal_values(gold: Any, value: Any) -> bool:
     try:
         if verify(gold, value, **settings) and is_really_equal(gold, value):
             return True
-        return gold.has(PERCENT) != value.has(PERCENT) and _equal_values(gold.subs(PERCENT, 1), value.subs(PERCENT, 1))
+        if gold.has(PERCENT) != value.has(PERCENT):
+            numbers = gold.subs(PERCENT, 1), value.subs(PERCENT, 1)
+            return not is_share(numbers[0]) and _equal_values(*numbers)
+        complex_ones = [side.subs({i: I for i in side.free_symbols if i.name == "i"}) for side in (gold, value)]
+        return complex_ones != [gold, value] and _equal_values(*complex_ones)
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
         logger.debug("math-verify could not compare two answers.", exc_info=True)
         return False
@@ -194,42 +279,62 @@ def _read_shown(text: str) -> Answer | None:
 
 
 def _read_announced(text: str) -> Answer | None:
-    """Read what follows the last "the answer is": a formula, an option, what stands before the first word, or a short sentence."""
-    *_, announcement = [None, *_ANNOUNCEMENT.finditer(text)]
+    """Read what follows the last "the answer is": formulas, an option, what stands before the first word, or a short sentence."""
+    found = (match for match in _ANNOUNCEMENT.finditer(text) if not _SUPPOSED.search(_clause_before(text, match)))
+    *_, announcement = [None, *found]
     if announcement is None:
         return None
+    if _UNSURE.search(announcement["between"] or "") or _DENIED.search(_clause_before(text, announcement)):
+        return Answer((announcement[0],))
     rest = text[announcement.end() :]
-    end, math = _SENTENCE_END.search(rest), _MATH.search(rest)
-    sentence = rest[: end.start() if end else None].replace("*", "").strip()
-    is_math = math is not None and math.start() <= len(sentence) and not _VALUE.search(rest[: math.start()])
-    if math is not None and is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
-        return _read_bare(math[math.lastindex or 0])
-    if option := _OPTION.match(sentence):
-        return _read_bare(option[1])
-    words = _WORD.finditer(_TEXT_IN_MATH.sub(lambda match: " " * len(match[0]), sentence))
-    first = next((word.start() for word in words if word[0] not in ("and", "or")), None)
-    before = sentence[:first].strip(" ,;:(")
-    if before not in ("", "a"):  # an article
-        return _read_bare(before)
-    return _read_bare(sentence) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
+    masked = _TEXT_IN_MATH.sub(_mask, _MATH.sub(lambda match: _mask(match) if _is_math(match) else match[0], rest))
+    end = _SENTENCE_END.search(masked)
+    begin = filler.end() if (filler := _FILLER.match(masked)) else 0
+    stop = max(begin, end.start() if end else len(rest))
+    words = [word for word in _WORD.finditer(masked, begin, stop) if word[0] not in _PARTS_OF_VALUES]
+    letter = _LETTER.match(masked, begin)
+    value_end = words[0].start() if words else stop
+    if letter and not re.match(r"\s*(?:[,/&]|and\b|or\b)", masked[letter.end() : stop]):
+        value_end = letter.end()
+    value = re.sub(r"\s(?:and|or)\s*$", "", rest[begin:value_end]).replace("*", "").rstrip(" ,;:([`").lstrip(" ,;:`")
+    if value in ("", "a"):  # an article
+        value, value_end = rest[begin:stop].replace("*", "").strip(), stop
+        if len(value) > _BARE_ANSWER_CHARACTERS:
+            return None
+    # A question, another value, or another sentence that takes it back
+    is_open = rest[stop : stop + 1] == "?" or _TAKEN_BACK.match(rest[stop + 1 :])
+    if is_open or _CHANGED.search(masked[max(begin, value_end - 4) : stop]):
+        return Answer((announcement[0] + rest[:stop],))
+    return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None
 
 
+def _clause_before(text: str, match: re.Match) -> str:
+    """The end of what stands before a match in its sentence."""
+    return re.split(r"[.!?\n]", text[max(0, match.start() - 80) : match.start()])[-1]
+
+
+def _is_math(match: re.Match) -> bool:
+    """Whether dollar signs enclose a formula, and not words between two prices."""
+    inside = match[match.lastindex or 0]
+    return inside == inside.strip() or not _WORD.search(_TEXT_IN_MATH.sub("", inside))
+
+
+def _mask(match: re.Match) -> str:
+    return "0" * len(match[0])
+
+
+@lru_cache(maxsize=8192)  # the completions of a group give few different answers, and reading one takes most of the time
 def _read_bare(text: str) -> Answer | None:
-    # The full stop of a sentence would make "27." plain text
-    text = text.strip().rstrip(" .")
+    text = text.strip().rstrip(" .")  # which would make "27." plain text
     math = _MATH.fullmatch(text)
-    text = rewrite(text if math is None else math[math.lastindex or 0])
-    if is_too_large(text):
-        return Answer((text,))
+    text = text if math is None else math[math.lastindex or 0].strip()
+    names = unit_names(text)
+    text = text if is_too_large(text) else rewrite(text)
+    if is_too_large(text) or _braced(f"{{{text}}}") != text.strip():
+        return Answer((text,), names)
     try:
-        return _parsed(f"\\boxed{{{text}}}")
+        values = parse(f"\\boxed{{{text}}}", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
-
-
-@lru_cache(maxsize=8192)
-def _parsed(text: str) -> Answer | None:
-    """The completions of a group give few different answers, and reading one takes most of the time."""
-    values = parse(text, extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
-    return Answer(tuple(values)) if values else None
+    return Answer(tuple(values), names) if values else None
