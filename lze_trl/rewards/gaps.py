@@ -21,7 +21,8 @@ _SPACE = r"(?:,?\\!\s*|\\[,;:> ]|\\thinspace\s*|\{\s*,\s*\}|[ ~\u00a0\u2009\u202
 _CIRCLE = r"(?:[°º˚∘]|\\(?:text)?degree(?![a-zA-Z]))"
 _DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*"
 _GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with two levels of braces in it
-_FONT = re.compile(rf"\\(?:text(?:bf|it|rm|sf|tt|normal)?|[mh]box|emph|math(?:bf|rm|it|sf|tt)|boldsymbol|bm)\s*{_GROUP}")
+_FONT_BEGIN = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|[mh]box|emph|math(?:bf|rm|it|sf|tt)|boldsymbol|bm)\s*"
+_FONT = re.compile(_FONT_BEGIN + _GROUP)
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _OR = re.compile(r"\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee)(?![a-zA-Z]))\s*")
 _SIDE = re.compile(r"x\s*(<|>|\\[lg]eq?(?![a-zA-Z])|[≤≥])\s*([^<>=,≤≥]+)")
@@ -77,20 +78,29 @@ REWRITES = tuple(
         (r"(?<!\w)[‐-―﹣](?=\s*[\w\\(.])", "-", "–3"),
         (r"√\s*(\d+|[a-zA-Z]|\([^()]*\))", r"\\sqrt{\1}", "2√3"),
         (r"[€£¥]\s*(?=\d)|(?<=\d)\s*[€£¥¢]", "", "5 €"),
-        (r"\s*[☺✅✓✔🎉💯🙂😀-😊]+$", "", "12 ✅"),
         ("·", r"\\cdot ", "4.5·10^3"),
         ("∞", r"\\infty ", "(1,∞)"),
         ("∈", r"\\in ", "x∈(1,2)"),
         # Layout
         (r"^(\*{1,3}|`{1,3})([^*`]+?)\.?\1$", r"\2", "**7**"),  # Markdown around all of an answer
-        (r"\\(?:text)?color\s*\{[^{}]*\}\s*", "", r"\textcolor{red}{12}"),
-        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])\s*", "", r"\large 12"),
+        (rf"\\textcolor\s*\{{[^{{}}]*\}}\s*{_GROUP}", r"\1", r"\textcolor{red}{12}"),
+        (r"\\color\s*\{[^{}]*\}\s*", "", r"\color{red}12"),
+        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|displaystyle)(?![a-zA-Z])\s*", "", r"\large 12"),
         (r"\\[bB]igg?[lrm]?(?![a-zA-Z])\s*|(?<=\\left)\s+|(?<=\\right)\s+", "", r"\left ( 1,2 \right )"),
-        # The full stop of a sentence would make "27." plain text, and the dots of "1,2,..." are a part of it
-        (r"(?:\\\\|\\[,;:! ]|[\s~]|(?<![.,;])(?<!\.m)[.,;]|(?<=\w)\.{2,})+$", "", r"12\\"),
+        # "27." would be plain text. The dots of "1,2,..." are a part of it
+        (r"(?:\\\\|\\[,;:! ]|[\s~]|(?<![.,;])(?<!\.m)[.,;])+$", "", r"12\\"),
         (rf"^{_FONT.pattern}$", _content, r"\textbf{6}"),
+        (
+            rf"^{_FONT_BEGIN}\{{\s*\(?([A-J])[).:]\s*\}}(?:\s|~|\\[ ,;:]|\\q?quad(?![a-z]))*(?=.)",
+            r"(\1) ",
+            r"\textbf{(B)}\ 27",
+        ),
         (rf"\\(?:boldsymbol|bm|mathbf(?=\s*\{{-?[\d\\]))\s*{_GROUP}", r"{\1}", r"-\mathbf{\frac12}"),
-        (r"(?i)^(?:\\text\s*\{\s*)?(?:(?:the|final)\s+)*answer(?:\s+is)?\s*:?\s*\}?\s*(?=[-\d\\(])", "", r"\text{Answer: }6"),
+        (
+            r"(?i)^(?:\\text\s*\{\s*)?(?:(?:the|final)\s+)*answer(?:\s+is\b|\s*:)\s*:?\s*\}?\s*",
+            "",
+            r"\text{Answer: }6",
+        ),
         # Values
         # "1 1/2" is read as 1
         (r"(?<![\w.,/}])(\d+)[ \u00a0]+(\d+)\s*/\s*(\d+)(?![\w.,/])", r"\1\\frac{\2}{\3}", "2 3/4"),
@@ -158,7 +168,33 @@ _UNITS = sorted(
     (unit.strip() for unit in (*units, *_COUNTED) if re.fullmatch(r"[a-zA-Z ]+", unit)), key=len, reverse=True
 )
 _CLOSE_UNITS = [unit for unit in _UNITS if len(unit) > 2 or unit in ("km", "cm", "mm", "kg", "ft", "hr", "am", "pm")]
-_SHORT_UNITS = {unit for unit in _UNITS if len(unit) < 3} | {*"in of oz mL ml L Hz eV kW kJ Pa N J W V A C F a".split()}
+_SHORT_UNITS = {unit for unit in _UNITS if len(unit) < 3} | {
+    *[
+        "in",
+        "of",
+        "oz",
+        "mL",
+        "ml",
+        "L",
+        "Hz",
+        "eV",
+        "kW",
+        "kJ",
+        "Pa",
+        "N",
+        "J",
+        "W",
+        "V",
+        "A",
+        "C",
+        "F",
+        "a",
+        "an",
+        "as",
+        "at",
+        "on",
+    ]
+}
 _PLAIN_UNITS = re.compile(
     rf"(?P<value>.*[\d}})$])(?:\s*(?:{'|'.join(_CLOSE_UNITS)})(?:s|es)?|\s+(?:{'|'.join(_UNITS)})(?:s|es)?)"
     rf"(?:(?:\s*/\s*|\s+)(?:{'|'.join(_UNITS)})(?:s|es)?)*(?:\^\{{?\d\}}?)?\.?\s*$"
@@ -183,6 +219,14 @@ _UNIT_OF = {
 
 _OPTION = re.compile(r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s)|\)$))(?:\s+([^\s+*/^_=<>!,;&|].*))?|([A-J])")
 _FURTHER_OPTION = re.compile(r"(?<![\\\w])[B-HJ](?!\w)|\(A\)|(?:or|and|,|/)\s*\(?A\b|^(?:or|and|not?)\b|^-\s")
+
+_NAMES = re.compile(
+    r"\\(?:begin|end|operatorname)\*?\s*\{[a-zA-Z*]*\}|(?:arc(?:sin|cos|tan)|sinh|cosh|tanh|sqrt|infinity|percent)\b"
+)
+_PROSE = re.compile(
+    r"(?<![\\a-zA-Z])(?:[a-zA-Z]{4}|(?:not|nor|may|but)(?![a-zA-Z]))"
+    r"|\\(?:text[a-z]*|mbox)\s*\{(?!\W*(?:and|or)\W*\})[^{}]*[a-zA-Z]{2}"
+)
 
 # math-verify's parser computes these, whatever their size: (10!)!, 9^{9^9}, 10^{100000000}, \binom{10^8}{5000000}
 _TOO_LARGE = re.compile(
@@ -210,8 +254,10 @@ def _shares(text: str) -> list[Fraction]:
 # Forms whose values math-verify does not compare: names, orders such as BCA, and words; dates; times; ratios
 _FORMS: tuple[tuple[re.Pattern, Callable[[str], list]], ...] = (
     (
-        re.compile(r"(?=.*[A-Z])[a-zA-Z]{3,}|[A-Z][a-z]|(?i:no|on)|(?=.*[a-zA-Z]{4})[a-zA-Z]+(?:[\s-]+[a-zA-Z]+)*"),
-        lambda text: text.casefold().split(),
+        re.compile(
+            r"(?=.*[A-Z])[a-zA-Z]{3,}|(?i:no|on)|(?=.*(?:[A-Z][a-z]|[a-zA-Z]{4}))[a-zA-Z]+(?:[\s,-]+[a-zA-Z]+)*"
+        ),
+        lambda text: sorted(" ".join(part.split()) for part in re.split(r",|\b(?:and|or)\b", text.casefold())),
     ),
     (_DATE, _integers),
     (re.compile(r"\d\d?(?:\s*:\s*[0-5]\d){1,2}(?:\s*\\text\{)?\s*(?:[apAP]\.?\s*[mM]\.?)?\s*\}?"), _integers),
@@ -269,6 +315,14 @@ def split_option(text: str) -> tuple[str | None, str | None]:
     if match is None or _FURTHER_OPTION.search(match[3] or ""):
         return None, text
     return match[1] or match[2] or match[4], match[3]
+
+
+def as_words(text: str) -> str | None:
+    """
+    The text of an answer that has words in it: math-verify multiplies their letters, and takes a set or an interval out of any
+    sentence. `None` if it has none.
+    """
+    return " ".join(_FONT.sub(r"\1", text).split()) if _PROSE.search(_NAMES.sub("", text)) else None
 
 
 def is_too_large(text: str) -> bool:

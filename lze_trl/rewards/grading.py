@@ -18,8 +18,19 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, parser, verify
 from sympy import Basic, I, MatrixBase
 
-from .gaps import MAGNITUDES, PERCENT, differ_in_units, equal_as_text, is_really_equal, is_share, is_too_large, rewrite
-from .gaps import split_option, unit_names
+from .gaps import (
+    MAGNITUDES,
+    PERCENT,
+    as_words,
+    differ_in_units,
+    equal_as_text,
+    is_really_equal,
+    is_share,
+    is_too_large,
+    rewrite,
+    split_option,
+    unit_names,
+)
 from .limit import GradingTimeout, in_time
 
 
@@ -31,7 +42,7 @@ GOLD_SECONDS = 5.0
 # math-verify warns that its own timeouts, which need whole seconds, are off. Ours are in `limit`
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
-_BOXES = ("\\boxed", "\\fbox")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 _BARE_ANSWER_CHARACTERS = 100
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
@@ -71,7 +82,9 @@ _ANNOUNCEMENT = re.compile(
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
 _THE = r"(?:\W+(?:that|the|my|our|its|final|correct|right))*\W*\Z"
-_SUPPOSED = re.compile(rf"\b(?:if|whether|suppos(?:e|ing)|assum(?:e|ing)|imagine|pretend|unless|say){_THE}", re.IGNORECASE)
+_SUPPOSED = re.compile(
+    rf"\b(?:if|whether|suppos(?:e|ing)|assum(?:e|ing)|imagine|pretend|unless|say){_THE}", re.IGNORECASE
+)
 _DENIED = re.compile(
     rf"(?:\bnot|n['’]?t|\bnever|\bcannot)\s+(?:be\s+|the\s+)?(?:think|believe|true|case|sure|certain|know|say|clear|likely){_THE}"
     rf"|(?<!\bno )\b(?:doubt|unlikely|impossible|wrong|false){_THE}",
@@ -86,19 +99,24 @@ _FILLER = re.compile(
     r"option|choice|letter|the|an?(?=\s+[\d$\\]))\b[\s:,*]*)+",
     re.IGNORECASE,
 )
+_ELLIPSIS = re.compile(r"\.\.\.|…|\\[cl]?dots(?![a-zA-Z])")  # math-verify drops it
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
-_PARTS_OF_VALUES = ("and", "or", *MAGNITUDES)
+_PARTS_OF_VALUES = ("and", "or", "percent", *MAGNITUDES)
 _LETTER = re.compile(r"\(?([A-Z])\)")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$(?!\d)", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
 # What makes another answer of the value before it
 _CHANGED = re.compile(
-    r"\b(?:or|no|wait|actually|rather|instead|maybe|perhaps|possibly|alternatively|either|wrong|incorrect|than|unless|mod|modulo|"
+    r"\b(?:(?:or|no|wait|actually|rather|instead|maybe|perhaps|possibly|alternatively|either|wrong|incorrect|than|unless|mod|modulo|"
     r"squared|cubed|factorial|half|halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths|(?:dozen|hundred|thousand|[mbtr]+illion)s?|"
-    r"(?:is|was|are)(?: not|n['’]t)|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d)\b",
+    r"(?:is|was|are)(?: not|n['’]t))\b|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d)",
     re.IGNORECASE,
 )
-_TAKEN_BACK = re.compile(r"\W*(?:no|not|or|wait|but wait|actually|oops|sorry|correction|hmm|scratch|alternatively|just kidding)\b", re.IGNORECASE)
+_REASON = re.compile(r"\b(?:since|because|as|which|where|when|given)\b", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"\W*(?:no|or|wait|but wait|actually|oops|sorry|correction|hmm|scratch|alternatively|just kidding)\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -142,25 +160,24 @@ def gold_texts(value: Any) -> list[str]:
 
 def last_boxed(text: str, braced: bool = False) -> str | None:
     r"""
-    Contents of the last `\boxed{…}` or `\fbox{…}` that holds something, if there is one and it is closed; `\boxed 5` counts as well,
-    unless it must be `braced`. A blank box, and the word `\boxed` in a sentence, are passed over.
+    Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed; `\boxed 5` counts as well, unless it must be
+    `braced`. A box without an answer is passed over if there is another, and the word `\boxed` in a sentence is no box.
 
     math-verify joins neighbouring boxes, but worked solutions box a value and then its other form, or an intermediate result.
     """
-    end = len(text)
-    while True:
-        start, command = max((text.rfind(command, 0, end), command) for command in _BOXES)
-        if start < 0:
-            return None
-        rest, end = text[start + len(command) :].lstrip(), start
-        box = _braced(rest) if rest.startswith("{") else rest.partition("$")[0].strip()
-        if box is None:
-            return None
-        if rest.startswith("{"):
-            if not is_blank(box):
-                return box
-        elif box and not _WORD.search(box.partition("\n")[0]):  # \boxed 5$
-            return None if braced else box
+    blank = None
+    for command in reversed([*_BOX.finditer(text)]):
+        rest = text[command.end() :]
+        if not rest.startswith("{"):
+            box = rest.partition("$")[0].strip()  # \boxed 5$
+            if box and not _WORD.search(box.partition("\n")[0]):
+                return None if braced else box
+            continue
+        box = _braced(rest)
+        if box is None or not is_blank(box):
+            return box
+        blank = blank or box
+    return blank or None
 
 
 def _braced(text: str) -> str | None:
@@ -230,7 +247,7 @@ def _read_completion(text: str) -> Answer | None:
     answer = _read_shown(text)
     if answer is not None:
         return answer
-    if any(command in text for command in _BOXES):
+    if re.search(_BOX.pattern + r"\{", text):
         return None  # cut off within the box
     is_bare = len(text) <= _BARE_ANSWER_CHARACTERS and "\n" not in text
     return _read_announced(text) or (_read_bare(text) if is_bare else None)
@@ -297,13 +314,19 @@ def _read_announced(text: str) -> Answer | None:
     if letter and not re.match(r"\s*(?:[,/&]|and\b|or\b)", masked[letter.end() : stop]):
         value_end = letter.end()
     value = re.sub(r"\s(?:and|or)\s*$", "", rest[begin:value_end]).replace("*", "").rstrip(" ,;:([`").lstrip(" ,;:`")
+    between = _MATH.sub("", value)
+    is_list = re.fullmatch(r"(?:[\s,;]|\band\b|\bor\b)*", between)
     if value in ("", "a"):  # an article
         value, value_end = rest[begin:stop].replace("*", "").strip(), stop
         if len(value) > _BARE_ANSWER_CHARACTERS:
             return None
     # A question, another value, or another sentence that takes it back
     is_open = rest[stop : stop + 1] == "?" or _TAKEN_BACK.match(rest[stop + 1 :])
-    if is_open or _CHANGED.search(masked[max(begin, value_end - 4) : stop]):
+    if (
+        is_open
+        or (value.count("$") > 2 and not is_list)
+        or _CHANGED.search(_REASON.split(masked[max(begin, value_end - 4) : stop])[0])
+    ):
         return Answer((announcement[0] + rest[:stop],))
     return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None
 
@@ -323,15 +346,20 @@ def _mask(match: re.Match) -> str:
     return "0" * len(match[0])
 
 
-@lru_cache(maxsize=8192)  # the completions of a group give few different answers, and reading one takes most of the time
+@lru_cache(
+    maxsize=8192
+)  # the completions of a group give few different answers, and reading one takes most of the time
 def _read_bare(text: str) -> Answer | None:
-    text = text.strip().rstrip(" .")  # which would make "27." plain text
+    text = re.sub(r"(?<![.,])[.]$", "", text.strip())
     math = _MATH.fullmatch(text)
     text = text if math is None else math[math.lastindex or 0].strip()
     names = unit_names(text)
     text = text if is_too_large(text) else rewrite(text)
-    if is_too_large(text) or _braced(f"{{{text}}}") != text.strip():
-        return Answer((text,), names)
+    if _braced(f"{{{text}}}") != text.strip():
+        return None
+    words = as_words(text)
+    if words is not None or is_too_large(text) or _ELLIPSIS.search(text):
+        return Answer((words or text,), names)
     try:
         values = parse(f"\\boxed{{{text}}}", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
