@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 from unicodedata import normalize
 
 import sympy
@@ -19,19 +19,13 @@ from sympy.core.relational import Relational
 
 _SPACE = r"(?:,?\\!\s*|\\[,;:> ]|\\thinspace\s*|\{\s*,\s*\}|[ ~\u00a0\u2009\u202f])"
 _CIRCLE = r"(?:[°º˚∘]|\\(?:text)?degree(?![a-zA-Z]))"
-_DEGREES = r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*"
+_DEGREES = r"[({]?\s*(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*[)}]?"
+_THOUSANDS = rf"(?<![\d.,}}])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|\s*/\s*\d)"
 _GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with two levels of braces in it
-_FONT_BEGIN = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|[mh]box|emph|math(?:bf|rm|it|sf|tt)|boldsymbol|bm)\s*"
-_FONT = re.compile(_FONT_BEGIN + _GROUP)
+_BEGIN_FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|[mh]box|emph|math(?:bf|rm|it|sf|tt)|boldsymbol|bm)\s*"
+_FONT = re.compile(_BEGIN_FONT + _GROUP)
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_OR = re.compile(r"\s*(?:\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee)(?![a-zA-Z]))\s*")
-_SIDE = re.compile(r"x\s*(<|>|\\[lg]eq?(?![a-zA-Z])|[≤≥])\s*([^<>=,≤≥]+)")
-
-
-def _content(match: re.Match) -> str:
-    inner = match[1].strip()
-    deeper = _FONT.fullmatch(inner)
-    return _content(deeper) if deeper else inner
+_MAGNITUDE = rf"(?<=\d)(?:\s|~|\\[,;: ])*(\\text\s*\{{\s*|\b)({'|'.join(MAGNITUDES)})s?\b\s*"
 
 
 def _repeating(match: re.Match) -> str:
@@ -39,167 +33,92 @@ def _repeating(match: re.Match) -> str:
     return rf"\frac{{{int(whole + once + again) - int(whole + once)}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
-def _union(match: re.Match) -> str:
-    """Write "x < 1 or x > 2" as a union of intervals."""
-    sides = [_SIDE.fullmatch(part) for part in _OR.split(match[0])]
-    if len(sides) < 2 or not all(sides):
-        return match[0]
-    parts = [
-        rf"(-\infty,{side[2]}{')' if side[1] == '<' else ']'}"
-        if side[1][:2] in ("<", "\\l", "≤")
-        else rf"{'(' if side[1] == '>' else '['}{side[2]},\infty)"
-        for side in sides
-        if side
-    ]
-    return r"\cup".join(parts)
-
-
-class Rewrite(NamedTuple):
-    """A pattern, what stands for it, and an answer that is not read rightly without it."""
-
-    pattern: str
-    replacement: str | Callable[[re.Match], str]
-    example: str
-
-
-REWRITES = tuple(
-    Rewrite(*entry)
-    for entry in (
-        # Characters
-        ("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe0f\ufeff]", "", "1\u200b2"),
-        (
-            "[¼-¾⅐-⅞]",
-            lambda match: r"\frac{" + normalize("NFKC", match[0]).replace("⁄", "}{") + "}",
-            "3½",
-        ),
-        ("[²³⁴-⁹]", lambda match: f"^{normalize('NFKC', match[0])}", "x²+y³"),
-        ("[₀-₉]+", lambda match: f"_{{{normalize('NFKC', match[0])}}}", "52₈"),
-        ("[\u3000！-～\U0001d400-\U0001d7ff]", lambda match: normalize("NFKC", match[0]), "１２"),
-        (r"(?<!\w)[‐-―﹣](?=\s*[\w\\(.])", "-", "–3"),
-        (r"√\s*(\d+|[a-zA-Z]|\([^()]*\))", r"\\sqrt{\1}", "2√3"),
-        (r"[€£¥]\s*(?=\d)|(?<=\d)\s*[€£¥¢]", "", "5 €"),
-        ("·", r"\\cdot ", "4.5·10^3"),
-        ("∞", r"\\infty ", "(1,∞)"),
-        ("∈", r"\\in ", "x∈(1,2)"),
-        # Layout
-        (r"^(\*{1,3}|`{1,3})([^*`]+?)\.?\1$", r"\2", "**7**"),  # Markdown around all of an answer
-        (rf"\\textcolor\s*\{{[^{{}}]*\}}\s*{_GROUP}", r"\1", r"\textcolor{red}{12}"),
-        (r"\\color\s*\{[^{}]*\}\s*", "", r"\color{red}12"),
-        (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|displaystyle)(?![a-zA-Z])\s*", "", r"\large 12"),
-        (r"\\[bB]igg?[lrm]?(?![a-zA-Z])\s*|(?<=\\left)\s+|(?<=\\right)\s+", "", r"\left ( 1,2 \right )"),
-        # "27." would be plain text. The dots of "1,2,..." are a part of it
-        (r"(?:\\\\|\\[,;:! ]|[\s~]|(?<![.,;])(?<!\.m)[.,;])+$", "", r"12\\"),
-        (rf"^{_FONT.pattern}$", _content, r"\textbf{6}"),
-        (
-            rf"^{_FONT_BEGIN}\{{\s*\(?([A-J])[).:]\s*\}}(?:\s|~|\\[ ,;:]|\\q?quad(?![a-z]))*(?=.)",
-            r"(\1) ",
-            r"\textbf{(B)}\ 27",
-        ),
-        (rf"\\(?:boldsymbol|bm|mathbf(?=\s*\{{-?[\d\\]))\s*{_GROUP}", r"{\1}", r"-\mathbf{\frac12}"),
-        (
-            r"(?i)^(?:\\text\s*\{\s*)?(?:(?:the|final)\s+)*answer(?:\s+is\b|\s*:)\s*:?\s*\}?\s*",
-            "",
-            r"\text{Answer: }6",
-        ),
-        # Values
-        # "1 1/2" is read as 1
-        (r"(?<![\w.,/}])(\d+)[ \u00a0]+(\d+)\s*/\s*(\d+)(?![\w.,/])", r"\1\\frac{\2}{\3}", "2 3/4"),
-        (r"(\\[dtc]?frac)\s*\\pi(?![a-zA-Z])\s*", r"\1{\\pi}", r"\frac\pi2"),
-        (r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", _repeating, r"0.1\overline{6}"),
-        (r"\\varnothing(?![a-zA-Z])", r"\\emptyset", r"\varnothing"),
-        (r"^\(\s*([\dA-F]+)\s*\)\s*(?=_)", r"\1", "(101)_2"),
-        (r"(?:\s|~|\\[,;: ])+(?=\\?%)", "", r"20\,\%"),
-        (rf"\^\s*\{{\s*{_CIRCLE}\s*\}}|\^?\s*{_CIRCLE}", r"^\\circ ", "90°"),  # read as text
-        (r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF]$", r"\1", "25 °C"),  # temperatures
-        # The sign of degrees is dropped
-        (
-            rf"\\(sin|cos|tan|cot|sec|csc)\s*(?:\(\s*{_DEGREES}\)|\{{\s*{_DEGREES}\}}|{_DEGREES})",
-            lambda match: rf"\{match[1]}(\frac{{{match[2] or match[3] or match[4]}\pi}}{{180}})",
-            r"\sin 30^\circ",
-        ),
-        (
-            r"^(?:\\(?:approx|simeq|thickapprox|sim(?![a-zA-Z]))|=|~=?|(?:about|approximately|roughly)\s)\s*",
-            "",
-            r"\approx 17.10",
-        ),
-        # 1\,234 is read as a product
-        (
-            rf"(?<![\d.,}}])\d{{1,3}}(?:{_SPACE}\d{{3}})+(?!\d|\s*/\s*\d)",
-            lambda match: re.sub(_SPACE, "", match[0]),
-            r"1\,234",
-        ),
-        (
-            rf"(?<=\d)(?:\s|~|\\[,;: ])*(\\text\s*\{{\s*|\b)({'|'.join(MAGNITUDES)})s?\b\s*",
-            lambda match: rf" \times 10^{{{MAGNITUDES[match[2]]}}}{match[1] or ' '}",
-            r"5\text{ million}",
-        ),
-        # 4.5e33 is read as 4.5·e·33
-        (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1 \\times 10^{\2}", "4.5e33"),
-        (r"\\(?:mathrm|text|textrm)\s*\{\s*([eijk])\s*\}", r" \1 ", r"3+4\mathrm{i}"),
-        (r"(?<=\d)i(?![a-zA-Z])", " i", "6+9i"),
-        (r"^x\s*[<>\\≤≥].*$", _union, r"x\le-2\text{ or }x\ge3"),
-    )
+REWRITES: tuple[tuple[str, str | Callable[[re.Match], str], str], ...] = (
+    # Characters
+    ("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufe0f\ufeff]", "", "1\u200b2"),
+    ("[¼-¾⅐-⅞]", lambda match: rf"\frac{{{normalize('NFKC', match[0]).replace('⁄', '}{')}}}", "3½"),
+    ("[²³⁴-⁹]", lambda match: f"^{normalize('NFKC', match[0])}", "x²+y³"),
+    ("[₀-₉]+", lambda match: f"_{{{normalize('NFKC', match[0])}}}", "52₈"),
+    ("[\u3000！-～\U0001d400-\U0001d7ff]", lambda match: normalize("NFKC", match[0]), "１２"),
+    (r"(?<!\w)[‐-―﹣](?=\s*[\w\\(.])", "-", "–3"),
+    (r"√\s*(\d+|[a-zA-Z]|\([^()]*\))", r"\\sqrt{\1}", "2√3"),
+    (r"[€£¥]\s*(?=\d)|(?<=\d)\s*[€£¥¢]", "", "5 €"),
+    ("·", r"\\cdot ", "4.5·10^3"),
+    ("∞", r"\\infty ", "(1,∞)"),
+    ("∈", r"\\in ", "x∈(1,2)"),
+    # Layout
+    (r"^(\*{1,3}|`{1,3})([^*`]+?)\.?\1$", r"\2", "**7**"),  # Markdown around all of an answer
+    (rf"\\textcolor\s*\{{[^{{}}]*\}}\s*{_GROUP}", r"\1", r"\textcolor{red}{12}"),
+    (r"\\color\s*\{[^{}]*\}\s*", "", r"\color{red}12"),
+    (r"\\(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|displaystyle)(?![a-zA-Z])\s*", "", r"\large 12"),
+    (r"\\[bB]igg?[lrm]?(?![a-zA-Z])\s*|(?<=\\left)\s+|(?<=\\right)\s+", "", r"\left ( 1,2 \right )"),
+    # "27." would be plain text; the dots of "1,2,..." are a part of it
+    (r"(?:\\\\|\\[,;:! ]|[\s~]|(?<![.,;])(?<!\.m)[.,;])+$", "", r"12\\"),
+    (rf"^{_FONT.pattern}$", lambda match: rewrite(match[1]), r"\textbf{6}"),
+    (rf"^{_BEGIN_FONT}\{{\s*\(?([A-J])[).:]\s*\}}(?:\s|~|\\[ ,;:]|\\q?quad\b)*(?=.)", r"(\1) ", r"\textbf{(B)}\ 27"),
+    (rf"\\(?:boldsymbol|bm|mathbf(?=\s*\{{-?[\d\\]))\s*{_GROUP}", r"{\1}", r"-\mathbf{\frac12}"),
+    (r"(?i)^(?:\\text\s*\{\s*)?(?:(?:the|final)\s+)*answer(?:\s+is\b|\s*:)[\s:]*\}?\s*", "", r"\text{Answer: }6"),
+    # Values
+    (r"(?<![\w.,/}])(\d+)[ \u00a0]+(\d+)\s*/\s*(\d+)(?![\w.,/])", r"\1\\frac{\2}{\3}", "2 3/4"),  # 5/4
+    (r"(\\[dtc]?frac)\s*\\pi(?![a-zA-Z])\s*", r"\1{\\pi}", r"\frac\pi2"),
+    (r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}", _repeating, r"0.1\overline{6}"),
+    (r"\\varnothing(?![a-zA-Z])", r"\\emptyset", r"\varnothing"),
+    (r"^\(\s*([\dA-F]+)\s*\)\s*(?=_)", r"\1", "(101)_2"),
+    (r"(?:\s|~|\\[,;: ])+(?=\\?%)", "", r"20\,\%"),
+    (rf"\^\s*\{{\s*{_CIRCLE}\s*\}}|\^?\s*{_CIRCLE}", r"^\\circ ", "90°"),  # read as text
+    (r"(\^\s*(?:\\circ|\{\s*\\circ\s*\}))\s*[CF]$", r"\1", "25 °C"),  # temperatures
+    (rf"(\\(?:sin|cos|tan|cot|sec|csc))\s*{_DEGREES}", r"\1(\\frac{\2\\pi}{180})", r"\sin 30^\circ"),
+    (r"^(?:\\(?:approx|simeq|thickapprox|sim\b)|=|~=?|(?:about|approximately|roughly)\s)\s*", "", r"\approx 17.10"),
+    (_THOUSANDS, lambda match: re.sub(_SPACE, "", match[0]), r"1\,234"),  # read as a product
+    (_MAGNITUDE, lambda match: rf" \times 10^{{{MAGNITUDES[match[2]]}}}{match[1] or ' '}", r"5\text{ million}"),
+    (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1 \\times 10^{\2}", "4.5e33"),  # 4.5·e·33
+    (r"\\(?:mathrm|text|textrm)\s*\{\s*([eijk])\s*\}", r" \1 ", r"3+4\mathrm{i}"),
+    (r"(?<=\d)i(?![a-zA-Z])", " i", "6+9i"),
 )
-"""Applied one after the other."""
+"""Patterns, what stands for them, and an example, applied one after the other."""
 
 _SET = re.compile(
     r"(?:\\left\s*)?\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?\s*)?"
     r"(?:\\m?id(?:dle)?\s*\|?|\\?\||:|\\vert|\\colon)(?P<condition>.*?)(?:\\right\s*)?\\\}"
 )
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee)\b")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?:q|qslant)?(?![a-zA-Z])")
 
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|rm)\s*\{([^{}]*)\}")
 _TEXT_UNITS = re.compile(rf"(?:(?:\s|~|\\[,;: ]|/|\\cdot)*{_TEXT.pattern}(?:\^\s*(?:\d|\{{\s*-?\d\s*\}}))?)+\s*$")
-# Anything can be counted, so what is no unit is listed: numbers, operations, connectives, and what takes an answer back
+# Words that make another answer of the value before them
+CHANGES = (
+    r"or|nor|no|never|wait|actually|rather|instead|maybe|perhaps|possibly|alternatively|either|wrong|incorrect|than|unless|mod|"
+    r"modulo|squared|cubed|factorial|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|"
+    r"(?:dozen|hundred|thousand|[mbtr]+illion)s?"
+)
+# Anything can be counted, so what is no unit is listed
 _NO_UNIT = re.compile(
-    r"""[^\w\s./^°$¢'’()-] | \d | [或和不万亿千百十] | \btimes(?!\s*$|\s+as\b) | \bpoint\s+\w | \b(?:
-        and|or|nor|no|not|never|but|if|is|it|its|was|are|be|to|than|then|else|either|except|without|percent|
-        maybe|perhaps|possibly|probably|alternatively|instead|rather|actually|wait|wrong|incorrect|false|
-        plus|minus|over|into|mod|modulo|power|negative|squared|cubed|factorial|half|halves|thirds?|
-        (?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|(?:hundred|thousand|[mbtr]+illion|dozen)s?|
+    rf"""[^\w\s./^°$¢'’()-] | \d | [或和不万亿千百十] | \btimes(?!\s*$|\s+as\b) | \bpoint\s+\w | \b(?:{CHANGES}|
+        and|not|but|if|is|it|its|was|are|be|to|then|else|except|without|percent|probably|false|plus|minus|over|into|power|negative|
         zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen|
-        (?:twen|thir|for|fif|six|seven|eigh|nine)ty|sqrt|sin|cos|tan|log|exp|alpha|beta|theta|phi|infinity
-    )\b""",
+        (?:twen|thir|for|fif|six|seven|eigh|nine)ty|sqrt|sin|cos|tan|log|exp|alpha|beta|theta|phi|infinity)\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-# math-verify's, and what else is counted in word problems; two letters without a space are mostly a product, as "ab" is
-_COUNTED = ("dollar", "euro", "week", "people", "children", "page", "book", "box", "cookie", "ball")
-_UNITS = sorted(
-    (unit.strip() for unit in (*units, *_COUNTED) if re.fullmatch(r"[a-zA-Z ]+", unit)), key=len, reverse=True
-)
-_CLOSE_UNITS = [unit for unit in _UNITS if len(unit) > 2 or unit in ("km", "cm", "mm", "kg", "ft", "hr", "am", "pm")]
-_SHORT_UNITS = {unit for unit in _UNITS if len(unit) < 3} | {
-    *[
-        "in",
-        "of",
-        "oz",
-        "mL",
-        "ml",
-        "L",
-        "Hz",
-        "eV",
-        "kW",
-        "kJ",
-        "Pa",
-        "N",
-        "J",
-        "W",
-        "V",
-        "A",
-        "C",
-        "F",
-        "a",
-        "an",
-        "as",
-        "at",
-        "on",
-    ]
+# math-verify's, and short ones. Two letters without a space are mostly a product, as "ab" is
+_UNITS = {unit.strip() for unit in units} | {
+    *"NJWVAFLa",
+    "in",
+    "of",
+    "oz",
+    "mL",
+    "ml",
+    "Hz",
+    "eV",
+    "kW",
+    "kJ",
+    "Pa",
+    "an",
+    "as",
+    "on",
 }
-_PLAIN_UNITS = re.compile(
-    rf"(?P<value>.*[\d}})$])(?:\s*(?:{'|'.join(_CLOSE_UNITS)})(?:s|es)?|\s+(?:{'|'.join(_UNITS)})(?:s|es)?)"
-    rf"(?:(?:\s*/\s*|\s+)(?:{'|'.join(_UNITS)})(?:s|es)?)*(?:\^\{{?\d\}}?)?\.?\s*$"
-)
-_PLAIN_WORDS = re.compile(r"(?P<value>.*[\d})])\s+(?P<unit>[a-zA-Z]{3,}(?:[\s-]+[a-zA-Z]{2,})*)")
+_CLOSE_UNITS = {unit for unit in _UNITS if len(unit) > 2} | {"km", "cm", "mm", "kg", "ft", "hr", "am", "pm"}
+_PLAIN_UNITS = re.compile(r"(?P<value>.*[\d})$])(?P<gap>\s*)(?P<unit>[a-zA-Z][a-zA-Z\s/-]*)(?:\^\{?\d\}?)?\.?\s*")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 
 # Units of one kind, and their names. A power is no other unit
@@ -210,12 +129,8 @@ _KINDS_OF_UNITS = (
     "s sec second seconds | min minute minutes | h hr hour hours | day days | week weeks | month months | year years",
     "mg | g gram grams | kg kilogram kilograms | ounce ounces oz | pound pounds lb lbs",
 )
-_UNIT_OF = {
-    name: (kind, names.split()[0])
-    for kind, line in enumerate(_KINDS_OF_UNITS)
-    for names in line.split("|")
-    for name in names.split()
-}
+_NAMES_OF_UNITS = [(kind, names.split()) for kind, line in enumerate(_KINDS_OF_UNITS) for names in line.split("|")]
+_UNIT_OF = {name: (kind, names[0]) for kind, names in _NAMES_OF_UNITS for name in names}
 
 _OPTION = re.compile(r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s)|\)$))(?:\s+([^\s+*/^_=<>!,;&|].*))?|([A-J])")
 _FURTHER_OPTION = re.compile(r"(?<![\\\w])[B-HJ](?!\w)|\(A\)|(?:or|and|,|/)\s*\(?A\b|^(?:or|and|not?)\b|^-\s")
@@ -285,16 +200,19 @@ def _without_units(text: str) -> str:
     if match and text[: match.start()].strip() and all(map(_is_unit, _TEXT.findall(match[0]))):
         return text[: match.start()]
     match = _PLAIN_UNITS.fullmatch(text)
-    if match is None and (words := _PLAIN_WORDS.fullmatch(text)) and _is_unit(words["unit"]):
-        match = words
-    if match and not re.search(r"[a-zA-Z]", _COMMAND.sub("", match["value"].rpartition("=")[2])):
-        return match["value"]
-    return text
+    if match is None or re.search(r"[a-zA-Z]", _COMMAND.sub("", match["value"].rpartition("=")[2])):
+        return text
+    is_close = match["gap"] or re.sub(r"(?:s|es)?$", "", re.split(r"[\s/]", match["unit"])[0]) in _CLOSE_UNITS
+    return match["value"] if is_close and _is_unit(match["unit"], longer=3) else text
 
 
-def _is_unit(text: str) -> bool:
+def _is_unit(text: str, longer: int = 2) -> bool:
+    """Whether words are a unit: known ones, or longer ones than so many letters that are not known to be something else."""
     words = re.findall(r"[^\W\d_]+", text)
-    return _NO_UNIT.search(text) is None and all(len(word) > 2 or word in _SHORT_UNITS for word in words)
+    known = [
+        len(word) > longer or {word, word.removesuffix("s")} & _UNITS or word.lower() in _UNIT_OF for word in words
+    ]
+    return all(known) and _NO_UNIT.search(text) is None
 
 
 def unit_names(text: str) -> frozenset[tuple[int, str]]:
@@ -323,6 +241,13 @@ def as_words(text: str) -> str | None:
     sentence. `None` if it has none.
     """
     return " ".join(_FONT.sub(r"\1", text).split()) if _PROSE.search(_NAMES.sub("", text)) else None
+
+
+def with_union(text: str, values: list[Any]) -> list[Any]:
+    """Add the union of intervals that "x < 1 or x > 2" is, to the set of two inequalities that math-verify reads."""
+    sides = values[0].args if isinstance(values[0], sympy.FiniteSet) and _OR.search(text) else ()
+    is_union = sides and all(isinstance(side, Relational) and str(side.free_symbols) == "{x}" for side in sides)
+    return [sympy.Union(*(side.as_set() for side in sides)), *values] if is_union else values
 
 
 def is_too_large(text: str) -> bool:

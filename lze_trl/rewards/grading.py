@@ -18,19 +18,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, parser, verify
 from sympy import Basic, I, MatrixBase
 
-from .gaps import (
-    MAGNITUDES,
-    PERCENT,
-    as_words,
-    differ_in_units,
-    equal_as_text,
-    is_really_equal,
-    is_share,
-    is_too_large,
-    rewrite,
-    split_option,
-    unit_names,
-)
+from . import gaps
 from .limit import GradingTimeout, in_time
 
 
@@ -46,7 +34,9 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 _BARE_ANSWER_CHARACTERS = 100
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
-_SPECIAL_TOKEN = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:eos|bos|pad|end_of_turn)>")
+_SIGNS = re.compile(
+    r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:eos|bos|pad|end_of_turn)>|[☺✅✓✔🎉💯🙂😀-😊]"
+)  # tokens and applause
 
 # Commands that show nothing of their own: blanks with their lengths, fonts, brackets, and what takes arguments
 _LAYOUT = re.compile(
@@ -101,15 +91,12 @@ _FILLER = re.compile(
 )
 _ELLIPSIS = re.compile(r"\.\.\.|…|\\[cl]?dots(?![a-zA-Z])")  # math-verify drops it
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
-_PARTS_OF_VALUES = ("and", "or", "percent", *MAGNITUDES)
+_PARTS_OF_VALUES = ("and", "or", "percent", *gaps.MAGNITUDES)
 _LETTER = re.compile(r"\(?([A-Z])\)")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$(?!\d)", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
-# What makes another answer of the value before it
 _CHANGED = re.compile(
-    r"\b(?:(?:or|no|wait|actually|rather|instead|maybe|perhaps|possibly|alternatively|either|wrong|incorrect|than|unless|mod|modulo|"
-    r"squared|cubed|factorial|half|halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths|(?:dozen|hundred|thousand|[mbtr]+illion)s?|"
-    r"(?:is|was|are)(?: not|n['’]t))\b|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d)",
+    rf"\b(?:{gaps.CHANGES}|(?:is|was|are)(?: not|n['’]t))\b|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d",
     re.IGNORECASE,
 )
 _REASON = re.compile(r"\b(?:since|because|as|which|where|when|given)\b", re.IGNORECASE)
@@ -226,7 +213,7 @@ def read_gold(gold: str) -> Answer | None:
 
     Returns `None` if it cannot be read, or not in time.
     """
-    text = _SPECIAL_TOKEN.sub("", final_part(gold))
+    text = _SIGNS.sub("", final_part(gold))
     with suppress(GradingTimeout):
         return in_time(lambda: _read_shown(text) or _read_announced(text) or _read_bare(text), seconds=GOLD_SECONDS)
     return None
@@ -240,7 +227,7 @@ def read_answer(completion: str) -> Answer | None:
 
     Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
-    return in_time(_read_completion, _SPECIAL_TOKEN.sub("", final_part(completion)))
+    return in_time(_read_completion, _SIGNS.sub("", final_part(completion)))
 
 
 def _read_completion(text: str) -> Answer | None:
@@ -259,13 +246,13 @@ def equal(gold: Answer, answer: Answer) -> bool:
 
 
 def _equal(gold: Answer, answer: Answer) -> bool:
-    if gold.text == answer.text or differ_in_units(gold.units, answer.units):
-        return not differ_in_units(gold.units, answer.units)
-    options = split_option(gold.text), split_option(answer.text)
+    if gold.text == answer.text or gaps.differ_in_units(gold.units, answer.units):
+        return not gaps.differ_in_units(gold.units, answer.units)
+    options = gaps.split_option(gold.text), gaps.split_option(answer.text)
     if any(map(all, options)):  # "(B) 27" equals B, and 27
         parts = [(_read_bare(a), _read_bare(b)) for a, b in zip(*options, strict=True) if a and b]
         return bool(parts) and all(a is not None and b is not None and _equal(a, b) for a, b in parts)
-    decided = equal_as_text(gold.text, answer.text)
+    decided = gaps.equal_as_text(gold.text, answer.text)
     pairs = product(gold.expressions, answer.expressions)
     return any(_equal_values(*pair) for pair in pairs) if decided is None else decided
 
@@ -273,11 +260,11 @@ def _equal(gold: Answer, answer: Answer) -> bool:
 def _equal_values(gold: Any, value: Any) -> bool:
     settings: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}
     try:
-        if verify(gold, value, **settings) and is_really_equal(gold, value):
+        if verify(gold, value, **settings) and gaps.is_really_equal(gold, value):
             return True
-        if gold.has(PERCENT) != value.has(PERCENT):
-            numbers = gold.subs(PERCENT, 1), value.subs(PERCENT, 1)
-            return not is_share(numbers[0]) and _equal_values(*numbers)
+        if gold.has(gaps.PERCENT) != value.has(gaps.PERCENT):
+            numbers = gold.subs(gaps.PERCENT, 1), value.subs(gaps.PERCENT, 1)
+            return not gaps.is_share(numbers[0]) and _equal_values(*numbers)
         complex_ones = [side.subs({i: I for i in side.free_symbols if i.name == "i"}) for side in (gold, value)]
         return complex_ones != [gold, value] and _equal_values(*complex_ones)
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
@@ -314,19 +301,15 @@ def _read_announced(text: str) -> Answer | None:
     if letter and not re.match(r"\s*(?:[,/&]|and\b|or\b)", masked[letter.end() : stop]):
         value_end = letter.end()
     value = re.sub(r"\s(?:and|or)\s*$", "", rest[begin:value_end]).replace("*", "").rstrip(" ,;:([`").lstrip(" ,;:`")
-    between = _MATH.sub("", value)
-    is_list = re.fullmatch(r"(?:[\s,;]|\band\b|\bor\b)*", between)
+    is_one_or_list = len(_MATH.findall(value)) < 2 or re.fullmatch(r"(?:[\s,;]|\b(?:and|or)\b)*", _MATH.sub("", value))
     if value in ("", "a"):  # an article
         value, value_end = rest[begin:stop].replace("*", "").strip(), stop
         if len(value) > _BARE_ANSWER_CHARACTERS:
             return None
     # A question, another value, or another sentence that takes it back
     is_open = rest[stop : stop + 1] == "?" or _TAKEN_BACK.match(rest[stop + 1 :])
-    if (
-        is_open
-        or (value.count("$") > 2 and not is_list)
-        or _CHANGED.search(_REASON.split(masked[max(begin, value_end - 4) : stop])[0])
-    ):
+    changed = _CHANGED.search(_REASON.split(masked[max(begin, value_end - 4) : stop])[0])
+    if is_open or changed or not is_one_or_list:
         return Answer((announcement[0] + rest[:stop],))
     return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None
 
@@ -346,23 +329,21 @@ def _mask(match: re.Match) -> str:
     return "0" * len(match[0])
 
 
-@lru_cache(
-    maxsize=8192
-)  # the completions of a group give few different answers, and reading one takes most of the time
+@lru_cache(maxsize=8192)  # completions of a group give few different answers, and reading takes most of the time
 def _read_bare(text: str) -> Answer | None:
     text = re.sub(r"(?<![.,])[.]$", "", text.strip())
     math = _MATH.fullmatch(text)
     text = text if math is None else math[math.lastindex or 0].strip()
-    names = unit_names(text)
-    text = text if is_too_large(text) else rewrite(text)
+    names = gaps.unit_names(text)
+    text = text if gaps.is_too_large(text) else gaps.rewrite(text)
     if _braced(f"{{{text}}}") != text.strip():
         return None
-    words = as_words(text)
-    if words is not None or is_too_large(text) or _ELLIPSIS.search(text):
+    words = gaps.as_words(text)
+    if words is not None or gaps.is_too_large(text) or _ELLIPSIS.search(text):
         return Answer((words or text,), names)
     try:
         values = parse(f"\\boxed{{{text}}}", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
+        return Answer(tuple(gaps.with_union(text, values)), names) if values else None
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
-    return Answer(tuple(values), names) if values else None
