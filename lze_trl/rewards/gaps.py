@@ -54,10 +54,14 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match], str], str], ...] = (
     (r"\\[bB]igg?[lrm]?(?![a-zA-Z])\s*|(?<=\\left)\s+|(?<=\\right)\s+", "", r"\left ( 1,2 \right )"),
     # "27." would be plain text; the dots of "1,2,..." are a part of it
     (r"(?:\\\\|\\[,;:! ]|[\s~]|(?<![.,;])(?<!\.m)[.,;])+$", "", r"12\\"),
-    (rf"^{_FONT.pattern}$", lambda match: rewrite(match[1]), r"\textbf{6}"),
+    (rf"^{_FONT.pattern}$", lambda match: rewrite(match[1]), r"\text{6 cm}"),
     (rf"^{_BEGIN_FONT}\{{\s*\(?([A-J])[).:]\s*\}}(?:\s|~|\\[ ,;:]|\\q?quad\b)*(?=.)", r"(\1) ", r"\textbf{(B)}\ 27"),
     (rf"\\(?:boldsymbol|bm|mathbf(?=\s*\{{-?[\d\\]))\s*{_GROUP}", r"{\1}", r"-\mathbf{\frac12}"),
-    (r"(?i)^(?:\\text\s*\{\s*)?(?:(?:the|final)\s+)*answer(?:\s+is\b|\s*:)[\s:]*\}?\s*", "", r"\text{Answer: }6"),
+    (
+        r"(?i)^(?:\\text\s*\{\s*)?(?:(?:the|final)\s+)*(?:answer(?:\s+is\b|\s*:)|option\b)[\s:]*\}?\s*",
+        "",
+        r"\text{Answer: }6",
+    ),
     # Values
     (r"(?<![\w.,/}])(\d+)[ \u00a0]+(\d+)\s*/\s*(\d+)(?![\w.,/])", r"\1\\frac{\2}{\3}", "2 3/4"),  # 5/4
     (r"(\\[dtc]?frac)\s*\\pi(?![a-zA-Z])\s*", r"\1{\\pi}", r"\frac\pi2"),
@@ -72,8 +76,7 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match], str], str], ...] = (
     (_THOUSANDS, lambda match: re.sub(_SPACE, "", match[0]), r"1\,234"),  # read as a product
     (_MAGNITUDE, lambda match: rf" \times 10^{{{MAGNITUDES[match[2]]}}}{match[1] or ' '}", r"5\text{ million}"),
     (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1 \\times 10^{\2}", "4.5e33"),  # 4.5·e·33
-    (r"\\(?:mathrm|text|textrm)\s*\{\s*([eijk])\s*\}", r" \1 ", r"3+4\mathrm{i}"),
-    (r"(?<=\d)i(?![a-zA-Z])", " i", "6+9i"),
+    (r"(?<=\d)i(?![a-zA-Z])", " i", "3i-2j"),  # not the same i
 )
 """Patterns, what stands for them, and an example, applied one after the other."""
 
@@ -81,7 +84,7 @@ _SET = re.compile(
     r"(?:\\left\s*)?\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?\s*)?"
     r"(?:\\m?id(?:dle)?\s*\|?|\\?\||:|\\vert|\\colon)(?P<condition>.*?)(?:\\right\s*)?\\\}"
 )
-_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b|\\(?:lor|vee)\b")
+_OR = re.compile(r"\\text\s*\{\s*or\s*\}|\bor\b")
 _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?:q|qslant)?(?![a-zA-Z])")
 
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|rm)\s*\{([^{}]*)\}")
@@ -101,22 +104,8 @@ _NO_UNIT = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 # math-verify's, and short ones. Two letters without a space are mostly a product, as "ab" is
-_UNITS = {unit.strip() for unit in units} | {
-    *"NJWVAFLa",
-    "in",
-    "of",
-    "oz",
-    "mL",
-    "ml",
-    "Hz",
-    "eV",
-    "kW",
-    "kJ",
-    "Pa",
-    "an",
-    "as",
-    "on",
-}
+_SHORT_UNITS = "N J W V A F L a in of oz mL ml Hz eV kW kJ Pa an as on USD EUR"
+_UNITS = {unit.strip() for unit in units} | {*_SHORT_UNITS.split()}
 _CLOSE_UNITS = {unit for unit in _UNITS if len(unit) > 2} | {"km", "cm", "mm", "kg", "ft", "hr", "am", "pm"}
 _PLAIN_UNITS = re.compile(r"(?P<value>.*[\d})$])(?P<gap>\s*)(?P<unit>[a-zA-Z][a-zA-Z\s/-]*)(?:\^\{?\d\}?)?\.?\s*")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
@@ -209,9 +198,7 @@ def _without_units(text: str) -> str:
 def _is_unit(text: str, longer: int = 2) -> bool:
     """Whether words are a unit: known ones, or longer ones than so many letters that are not known to be something else."""
     words = re.findall(r"[^\W\d_]+", text)
-    known = [
-        len(word) > longer or {word, word.removesuffix("s")} & _UNITS or word.lower() in _UNIT_OF for word in words
-    ]
+    known = [len(word) > longer or {word, word.removesuffix("s")} & _UNITS for word in words]
     return all(known) and _NO_UNIT.search(text) is None
 
 

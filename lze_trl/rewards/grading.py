@@ -76,7 +76,7 @@ _SUPPOSED = re.compile(
     rf"\b(?:if|whether|suppos(?:e|ing)|assum(?:e|ing)|imagine|pretend|unless|say){_THE}", re.IGNORECASE
 )
 _DENIED = re.compile(
-    rf"(?:\bnot|n['’]?t|\bnever|\bcannot)\s+(?:be\s+|the\s+)?(?:think|believe|true|case|sure|certain|know|say|clear|likely){_THE}"
+    rf"(?:\bnot?|n['’]?t|\bnever|\bcannot|\bno ?(?:body|one))\s+(?:be\s+|the\s+)?(?:thinks?|believes?|true|case|sure|certain|knows?|says?|clear|likely){_THE}"
     rf"|(?<!\bno )\b(?:doubt|unlikely|impossible|wrong|false){_THE}",
     re.IGNORECASE,
 )
