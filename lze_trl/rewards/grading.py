@@ -64,35 +64,33 @@ _LATEX = (
 _ANNOUNCEMENT = re.compile(
     r"""(?:
         \b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b
-            (?P<between>(?:[^.:=\n]|\.\d){0,60}?) (?:\b(?:is|are|equals|be)\b|[:=])      # "the answer to this is"
+            (?:[^.:=\n]|\.\d){0,60}? (?:\b(?:is|are|equals|be)\b|[:=])      # "the answer to this is"
         |^[^\w\n]*(?:(?:the|my|final|correct)\s+)*answers?\b(?=[\W_]{0,9}[\d$\\\n(-])     # "**Final answer** 27"
         |^[^\w\n]*ans\b\.?\s*[:=]
         |^[^\w\n]*a:(?=[^\n]*\s*\Z)                                                      # the last line, not option A
     )[\s*_:}]*""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
-_THE = r"(?:\W+(?:that|the|my|our|its|final|correct|right))*\W*\Z"
+_THE = r"(?:\W+(?:that|the|my|our|its|final|correct|right))*\W*"
 _SUPPOSED = re.compile(
-    rf"\b(?:if|whether|suppos(?:e|ing)|assum(?:e|ing)|imagine|pretend|unless|say){_THE}", re.IGNORECASE
+    rf"\b(?:if|whether|suppos(?:e|ing)|assum(?:e|ing)|imagine|pretend|unless|say){_THE}\Z", re.IGNORECASE
 )
-_DENIED = re.compile(
-    rf"(?:\bnot?|n['’]?t|\bnever|\bcannot|\bno ?(?:body|one))\s+(?:be\s+|the\s+)?(?:thinks?|believes?|true|case|sure|certain|knows?|says?|clear|likely){_THE}"
-    rf"|(?<!\bno )\b(?:doubt|unlikely|impossible|wrong|false){_THE}",
+_UNSURE = re.compile(
+    r"\b(?:not?\b(?! (?:hard|difficult|surpris\w+|doubt))|never|cannot|may|might|could|hardly|nobody|(?<!no )doubt|unlikely|"
+    r"impossible|wrong|false)\b|n['’]t\b",
     re.IGNORECASE,
 )
-_UNSURE = re.compile(r"\b(?:not|never|cannot|may|might|could|hardly)\b|n['’]t\b", re.IGNORECASE)
 # What may stand between the announcement and the value
 _FILLER = re.compile(
     r"(?:(?:as follows|(?:equal|equivalent) to|given by|found to be|going to be|therefore|thus|hence|then|indeed|just|simply|exactly|"
-    r"precisely|clearly|obviously|actually|only|definitely|certainly|the following|(?:the|an?) (?:(?:final|correct|exact|ordered) )?"
-    r"(?:number|value|total(?: of)?|option|choice|letter|fraction|point|pair|interval|set|matrix|vector|polynomial|expression)|"
-    r"option|choice|letter|the|an?(?=\s+[\d$\\]))\b[\s:,*]*)+",
+    r"precisely|clearly|obviously|actually|only|definitely|certainly|the following|(?:(?:the|an?) (?:(?:final|correct|ordered) )?)?"
+    r"(?:number|value|total(?: of)?|option|choice|letter|point|pair|interval|set)|the|an?(?=\s+[\d$\\]))\b[\s:,*]*)+",
     re.IGNORECASE,
 )
 _ELLIPSIS = re.compile(r"\.\.\.|…|\\[cl]?dots(?![a-zA-Z])")  # math-verify drops it
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
 _PARTS_OF_VALUES = ("and", "or", "percent", *gaps.MAGNITUDES)
-_LETTER = re.compile(r"\(?([A-Z])\)")
+_LETTER = re.compile(r"\(?([A-Z])\)(?!\s*(?:[,/&]|and\b|or\b))")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$(?!\d)", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
 _CHANGED = re.compile(
@@ -283,40 +281,39 @@ def _read_shown(text: str) -> Answer | None:
 
 
 def _read_announced(text: str) -> Answer | None:
-    """Read what follows the last "the answer is": formulas, an option, what stands before the first word, or a short sentence."""
-    found = (match for match in _ANNOUNCEMENT.finditer(text) if not _SUPPOSED.search(_clause_before(text, match)))
-    *_, announcement = [None, *found]
-    if announcement is None:
+    """
+    Read what follows the last "the answer is": formulas, an option, what stands before the first word, or a short sentence. Where
+    the sentence or the next one makes something else of it, the text of the sentence is the answer, which equals no other.
+    """
+    clauses = (
+        (re.split(r"[,;.!?\n]", text[max(0, it.start() - 80) : it.start()])[-1], it)
+        for it in _ANNOUNCEMENT.finditer(text)
+    )
+    found = [(clause, announcement) for clause, announcement in clauses if not _SUPPOSED.search(clause)]
+    if not found:
         return None
-    if _UNSURE.search(announcement["between"] or "") or _DENIED.search(_clause_before(text, announcement)):
-        return Answer((announcement[0],))
+    clause, announcement = found[-1]
     rest = text[announcement.end() :]
+    # Words and points in a formula are not those of the sentence
     masked = _TEXT_IN_MATH.sub(_mask, _MATH.sub(lambda match: _mask(match) if _is_math(match) else match[0], rest))
-    end = _SENTENCE_END.search(masked)
     begin = filler.end() if (filler := _FILLER.match(masked)) else 0
-    stop = max(begin, end.start() if end else len(rest))
-    words = [word for word in _WORD.finditer(masked, begin, stop) if word[0] not in _PARTS_OF_VALUES]
-    letter = _LETTER.match(masked, begin)
-    value_end = words[0].start() if words else stop
-    if letter and not re.match(r"\s*(?:[,/&]|and\b|or\b)", masked[letter.end() : stop]):
-        value_end = letter.end()
-    value = re.sub(r"\s(?:and|or)\s*$", "", rest[begin:value_end]).replace("*", "").rstrip(" ,;:([`").lstrip(" ,;:`")
-    is_one_or_list = len(_MATH.findall(value)) < 2 or re.fullmatch(r"(?:[\s,;]|\b(?:and|or)\b)*", _MATH.sub("", value))
+    sentence_end = _SENTENCE_END.search(masked, begin)
+    stop = sentence_end.start() if sentence_end else len(rest)
+    words = (word.start() for word in _WORD.finditer(masked, begin, stop) if word[0] not in _PARTS_OF_VALUES)
+    letter = _LETTER.match(masked, begin, stop)
+    end = letter.end() if letter else next(words, stop)
+    value = re.sub(r"\s(?:and|or)\s*$", "", rest[begin:end]).replace("*", "").rstrip(" ,;:([`").lstrip(" ,;:`")
     if value in ("", "a"):  # an article
-        value, value_end = rest[begin:stop].replace("*", "").strip(), stop
+        value, end = rest[begin:stop].replace("*", "").strip(), stop
         if len(value) > _BARE_ANSWER_CHARACTERS:
             return None
-    # A question, another value, or another sentence that takes it back
-    is_open = rest[stop : stop + 1] == "?" or _TAKEN_BACK.match(rest[stop + 1 :])
-    changed = _CHANGED.search(_REASON.split(masked[max(begin, value_end - 4) : stop])[0])
-    if is_open or changed or not is_one_or_list:
+    is_one_or_list = len(_MATH.findall(value)) < 2 or re.fullmatch(r"(?:[\s,;]|\b(?:and|or)\b)*", _MATH.sub("", value))
+    is_changed = _CHANGED.search(_REASON.split(masked[max(begin, end - 4) : stop])[0]) or _TAKEN_BACK.match(
+        rest, stop + 1
+    )
+    if _UNSURE.search(clause + announcement[0]) or rest[stop : stop + 1] == "?" or is_changed or not is_one_or_list:
         return Answer((announcement[0] + rest[:stop],))
     return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None
-
-
-def _clause_before(text: str, match: re.Match) -> str:
-    """The end of what stands before a match in its sentence."""
-    return re.split(r"[.!?\n]", text[max(0, match.start() - 80) : match.start()])[-1]
 
 
 def _is_math(match: re.Match) -> bool:
