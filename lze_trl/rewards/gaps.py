@@ -122,7 +122,9 @@ _NAMES_OF_UNITS = [(kind, names.split()) for kind, line in enumerate(_KINDS_OF_U
 _UNIT_OF = {name: (kind, names[0]) for kind, names in _NAMES_OF_UNITS for name in names}
 
 _OPTION = re.compile(r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s)|\)$))(?:\s+([^\s+*/^_=<>!,;&|].*))?|([A-J])")
-_FURTHER_OPTION = re.compile(r"(?<![\\\w])[B-HJ](?!\w)|\(A\)|(?:or|and|,|/)\s*\(?A\b|^(?:or|and|not?)\b|^-\s")
+_FURTHER_OPTION = re.compile(
+    r"(?<![\\\w])[B-HJ](?!\w)|\(A\)|(?:or|and|,|/)\s*\(?A\b|^(?:or|and|not?|maybe)\b|^-\s|^\\(?:lor|vee|[cl]?dots|\\)"
+)
 
 _NAMES = re.compile(
     r"\\(?:begin|end|operatorname)\*?\s*\{[a-zA-Z*]*\}|(?:arc(?:sin|cos|tan)|sinh|cosh|tanh|sqrt|infinity|percent)\b"

@@ -32,7 +32,7 @@ parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
-_BARE_ANSWER_CHARACTERS = 100
+_BARE_ANSWER_CHARACTERS, _SENTENCE_CHARACTERS = 100, 1000
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
 _SIGNS = re.compile(
     r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:eos|bos|pad|end_of_turn)>|[☺✅✓✔🎉💯🙂😀-😊]"
@@ -293,7 +293,7 @@ def _read_announced(text: str) -> Answer | None:
     if not found:
         return None
     clause, announcement = found[-1]
-    rest = text[announcement.end() :]
+    rest = text[announcement.end() :][:_SENTENCE_CHARACTERS]
     # Words and points in a formula are not those of the sentence
     masked = _TEXT_IN_MATH.sub(_mask, _MATH.sub(lambda match: _mask(match) if _is_math(match) else match[0], rest))
     begin = filler.end() if (filler := _FILLER.match(masked)) else 0
