@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .grading import Answer, equal, gold_text, last_boxed, read_answer, read_gold
+from .grading import Answer, equal, gold_texts, last_boxed, read_answer, read_gold
 from .limit import GradingTimeout, budget, in_time
 
 
@@ -71,8 +71,13 @@ def accuracy_reward(
     TRL reads it as prose (2, 1.2 and no answer). Plain completions are taken too, and numbers that are not in LaTeX.
 
     Gold answers (`solution`) are text in LaTeX or plain, worked solutions that box, mark (`####`) or announce the answer, or
-    numbers; `None` for a prompt without one. TRL's `log_extra` receives the answers that were read, its `log_metric`
+    numbers; a list of them where any of several is right; `None` for a prompt without one. TRL's `log_extra` receives the answers that were read, its `log_metric`
     `accuracy/unscorable`: the share of completions without a score, of those whose prompt has a gold answer.
+
+    What is left, wrong answers first: a number is right whatever is counted (5 pears for 5 apples, 5 cents for 5), unless the gold
+    answer names another unit of that kind; so is the letter of an option whatever stands behind it, 20 for `20\%`, 52 for `52_8`,
+    `5\approx6` for 5, `f'` for `f`, "net" for "ten", and a box that a later sentence takes back. Numbers in words, other units
+    (60 minutes for an hour), what needs a positive unknown (`\sqrt{1/n}` for `1/\sqrt{n}`) and `\lor` are not right.
 
     Returns:
         `list[float | None]`: 1.0 if the answers are equal and 0.0 if not, or if there is no answer. `None` if there is no gold
@@ -98,24 +103,25 @@ def accuracy_reward(
 
 
 def grade(completion: str, gold: Any) -> Grade:
-    """Compare the answer of a completion with a gold answer. Counts what cannot be read, and what takes too long."""
-    text = gold_text(gold)
-    gold_answer = None if text is None else read_gold(text)
-    if gold_answer is None:
+    """Compare the answer of a completion with a gold answer, or a list of them. Counts what cannot be read, or not in time."""
+    answers = [answer for answer in map(read_gold, gold_texts(gold)) if answer is not None]
+    if not answers:
         if gold is not None:
             warn_of(UNREADABLE_GOLD, gold)
         return Grade(None)
     try:
-        return in_time(_compared, gold_answer, completion)
+        return in_time(_compared, answers, completion)
     except GradingTimeout:
         shown = last_boxed(completion) or completion.strip()[-100:]
         warn_of(SLOW_ANSWER, shown)
         return Grade(None, shown, True)
 
 
-def _compared(gold: Answer, completion: str) -> Grade:
+def _compared(golds: list[Answer], completion: str) -> Grade:
     answer = read_answer(completion)
-    return Grade(0.0, "", True) if answer is None else Grade(float(equal(gold, answer)), answer.text, True)
+    if answer is None:
+        return Grade(0.0, "", True)
+    return Grade(float(any(equal(gold, answer) for gold in golds)), answer.text, True)
 
 
 def exact_match_reward(
@@ -123,8 +129,8 @@ def exact_match_reward(
 ) -> list[float | None]:
     """
     Reward function for tasks whose completions are nothing but the answer, compared character by character: 1.0 for the gold
-    answer, with any white space around it, 0.0 for anything else, and `None` where there is no gold answer.
+    answer, or one of a list of them, with any white space around it, 0.0 for anything else, and `None` where there is none.
     """
-    golds = [gold_text(gold) for gold in solution]
+    golds = [gold_texts(gold) for gold in solution]
     texts = [completion_text(completion).strip() for completion in completions]
-    return [None if gold is None else float(text == gold) for text, gold in zip(texts, golds, strict=True)]
+    return [float(text in gold) if gold else None for text, gold in zip(texts, golds, strict=True)]

@@ -16,9 +16,9 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, parser, verify
-from sympy import Basic, MatrixBase
+from sympy import Basic, I, MatrixBase
 
-from .gaps import PERCENT, differ_as_text, is_really_equal, is_too_large, rewrite
+from . import gaps
 from .limit import GradingTimeout, in_time
 
 
@@ -30,10 +30,27 @@ GOLD_SECONDS = 5.0
 # math-verify warns that its own timeouts, which need whole seconds, are off. Ours are in `limit`
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
-_BOXES = ("\\boxed", "\\fbox")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
-_BARE_ANSWER_CHARACTERS = 100
+_BARE_ANSWER_CHARACTERS, _SENTENCE_CHARACTERS = 100, 1000
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
+_SIGNS = re.compile(
+    r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:eos|bos|pad|end_of_turn)>|[☺✅✓✔🎉💯🙂😀-😊]"
+)  # tokens and applause
+
+# Commands that show nothing of their own: blanks with their lengths, fonts, brackets, and what takes arguments
+_LAYOUT = re.compile(
+    r"\\[hv]?(?:space|phantom)\*?\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[^{}]*\}"
+    r"|\\(?:text[a-z]*|math[a-z]+|[hm]box|boxed|fbox|operatorname|boldsymbol|left|right|q?quad|space|square|Box|underline|overline|"
+    r"[cl]?dots|[dt]?frac|sqrt)(?![a-zA-Z])"
+    r"|\\[,;:!\\_ ]|[{}~$_\s]+"
+)
+_CONTENT = re.compile(r"[^\W_]|\\[a-zA-Z]|[<>=∞∅]")
+_PLACEHOLDER = re.compile(
+    r"unknown|unclear|(?:i )?(?:do not|don['’]?t) know|no answer|n\s*/\s*a|tbd|"
+    r"(?:(?:insert|enter|put|write) )?(?:the |your |final |my )*(?:answer|result)(?: here)?",
+    re.IGNORECASE,
+)
 
 # Units are removed before: math-verify removes everything from the first `\text{` on
 _LATEX = (
@@ -46,18 +63,45 @@ _LATEX = (
 
 _ANNOUNCEMENT = re.compile(
     r"""(?:
-        \banswers?\b (?:[^.:=\n]|\.\d){0,60}? (?:\b(?:is|are|equals|be)\b|[:=])          # "the answer to this is"
+        \b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b
+            (?:[^.:=\n]|\.\d){0,60}? (?:\b(?:is|are|equals|be)\b|[:=])      # "the answer to this is"
         |^[^\w\n]*(?:(?:the|my|final|correct)\s+)*answers?\b(?=[\W_]{0,9}[\d$\\\n(-])     # "**Final answer** 27"
         |^[^\w\n]*ans\b\.?\s*[:=]
         |^[^\w\n]*a:(?=[^\n]*\s*\Z)                                                      # the last line, not option A
     )[\s*_:}]*""",
     re.IGNORECASE | re.MULTILINE | re.VERBOSE,
 )
+_THE = r"(?:\W+(?:that|the|my|our|its|final|correct|right))*\W*"
+_SUPPOSED = re.compile(
+    rf"\b(?:if|whether|suppos(?:e|ing)|assum(?:e|ing)|imagine|pretend|unless|say){_THE}\Z", re.IGNORECASE
+)
+_UNSURE = re.compile(
+    r"\b(?:not?\b(?! (?:hard|difficult|surpris\w+|doubt))|never|cannot|may|might|could|hardly|nobody|(?<!no )doubt|unlikely|"
+    r"impossible|wrong|false)\b|n['’]t\b",
+    re.IGNORECASE,
+)
+# What may stand between the announcement and the value
+_FILLER = re.compile(
+    r"(?:(?:as follows|(?:equal|equivalent) to|given by|found to be|going to be|therefore|thus|hence|then|indeed|just|simply|exactly|"
+    r"precisely|clearly|obviously|actually|only|definitely|certainly|the following|(?:(?:the|an?) (?:(?:final|correct|ordered) )?)?"
+    r"(?:number|value|total(?: of)?|option|choice|letter|point|pair|interval|set)|the|an?(?=\s+[\d$\\]))\b[\s:,*]*)+",
+    re.IGNORECASE,
+)
+_ELLIPSIS = re.compile(r"\.\.\.|…|\\[cl]?dots(?![a-zA-Z])")  # math-verify drops it
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
-_OPTION = re.compile(r"\(?([A-Z])\)")
-_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$", re.DOTALL)
+_PARTS_OF_VALUES = ("and", "or", "percent", *gaps.MAGNITUDES)
+_LETTER = re.compile(r"\(?([A-Z])\)(?!\s*(?:[,/&]|and\b|or\b))")
+_MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$(?!\d)", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
-_VALUE = re.compile(r"\d|\b[A-Z]\b")  # "5, since $x = 3$"
+_CHANGED = re.compile(
+    rf"\b(?:{gaps.CHANGES}|(?:is|was|are)(?: not|n['’]t))\b|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d",
+    re.IGNORECASE,
+)
+_REASON = re.compile(r"\b(?:since|because|as|which|where|when|given)\b", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"\W*(?:no|or|wait|but wait|actually|oops|sorry|correction|hmm|scratch|alternatively|just kidding)\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +109,7 @@ class Answer:
     """An answer as math-verify reads it: a SymPy expression and its text, or the text alone."""
 
     values: tuple[Any, ...]
+    units: frozenset[tuple[int, str]] = frozenset()  # which are no part of the values
 
     @property
     def text(self) -> str:
@@ -92,24 +137,53 @@ def gold_text(value: Any) -> str | None:
     )
 
 
+def gold_texts(value: Any) -> list[str]:
+    """Texts of the gold answers for one prompt, any of which is right: of a list, or of a single one."""
+    texts = [gold_text(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
+    return [text for text in texts if text is not None]
+
+
 def last_boxed(text: str, braced: bool = False) -> str | None:
     r"""
-    Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed; `\boxed 5` counts as well, unless it must be `braced`.
+    Contents of the last `\boxed{…}` or `\fbox{…}`, if there is one and it is closed; `\boxed 5` counts as well, unless it must be
+    `braced`. A box without an answer is passed over if there is another, and the word `\boxed` in a sentence is no box.
 
     math-verify joins neighbouring boxes, but worked solutions box a value and then its other form, or an intermediate result.
     """
-    start, command = max((text.rfind(command), command) for command in _BOXES)
-    if start < 0:
-        return None
-    rest = text[start + len(command) :].lstrip()
-    if not rest.startswith("{"):
-        return None if braced else rest.partition("$")[0].strip() or None  # \boxed 5$
+    blank = None
+    for command in reversed([*_BOX.finditer(text)]):
+        rest = text[command.end() :]
+        if not rest.startswith("{"):
+            box = rest.partition("$")[0].strip()  # \boxed 5$
+            if box and not _WORD.search(box.partition("\n")[0]):
+                return None if braced else box
+            continue
+        box = _braced(rest)
+        if box is None or not is_blank(box):
+            return box
+        blank = blank or box
+    return blank or None
+
+
+def _braced(text: str) -> str | None:
+    """What stands between the opening brace of a text and the one that closes it, if there is one."""
     depth = 0
-    for brace in _BRACE.finditer(rest):
+    for brace in _BRACE.finditer(text):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return rest[1 : brace.start()].strip() or None
+            return text[1 : brace.start()].strip()
     return None
+
+
+def shown_words(box: str) -> str:
+    """What a box shows, without fonts, blanks and brackets."""
+    return " ".join(_LAYOUT.sub(" ", box).split())
+
+
+def is_blank(box: str) -> bool:
+    r"""Whether a box holds no answer: nothing, a blank (`\text{ }`, `\square`, `___`), or a placeholder ("your answer here", "N/A")."""
+    shown = shown_words(box)
+    return _CONTENT.search(shown) is None or _PLACEHOLDER.fullmatch(shown.strip(" .!:…<>[]()\"'")) is not None
 
 
 def marked_answer(text: str) -> str | None:
@@ -137,7 +211,7 @@ def read_gold(gold: str) -> Answer | None:
 
     Returns `None` if it cannot be read, or not in time.
     """
-    text = final_part(gold)
+    text = _SIGNS.sub("", final_part(gold))
     with suppress(GradingTimeout):
         return in_time(lambda: _read_shown(text) or _read_announced(text) or _read_bare(text), seconds=GOLD_SECONDS)
     return None
@@ -151,14 +225,14 @@ def read_answer(completion: str) -> Answer | None:
 
     Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
-    return in_time(_read_completion, final_part(completion))
+    return in_time(_read_completion, _SIGNS.sub("", final_part(completion)))
 
 
 def _read_completion(text: str) -> Answer | None:
     answer = _read_shown(text)
     if answer is not None:
         return answer
-    if any(command in text for command in _BOXES):
+    if re.search(_BOX.pattern + r"\{", text):
         return None  # cut off within the box
     is_bare = len(text) <= _BARE_ANSWER_CHARACTERS and "\n" not in text
     return _read_announced(text) or (_read_bare(text) if is_bare else None)
@@ -166,18 +240,31 @@ def _read_completion(text: str) -> Answer | None:
 
 def equal(gold: Answer, answer: Answer) -> bool:
     """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
-    if gold.text == answer.text:
-        return True
+    return in_time(_equal, gold, answer)
+
+
+def _equal(gold: Answer, answer: Answer) -> bool:
+    if gold.text == answer.text or gaps.differ_in_units(gold.units, answer.units):
+        return not gaps.differ_in_units(gold.units, answer.units)
+    options = gaps.split_option(gold.text), gaps.split_option(answer.text)
+    if any(map(all, options)):  # "(B) 27" equals B, and 27
+        parts = [(_read_bare(a), _read_bare(b)) for a, b in zip(*options, strict=True) if a and b]
+        return bool(parts) and all(a is not None and b is not None and _equal(a, b) for a, b in parts)
+    decided = gaps.equal_as_text(gold.text, answer.text)
     pairs = product(gold.expressions, answer.expressions)
-    return not differ_as_text(gold.text, answer.text) and in_time(lambda: any(_equal_values(*pair) for pair in pairs))
+    return any(_equal_values(*pair) for pair in pairs) if decided is None else decided
 
 
 def _equal_values(gold: Any, value: Any) -> bool:
     settings: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}
     try:
-        if verify(gold, value, **settings) and is_really_equal(gold, value):
+        if verify(gold, value, **settings) and gaps.is_really_equal(gold, value):
             return True
-        return gold.has(PERCENT) != value.has(PERCENT) and _equal_values(gold.subs(PERCENT, 1), value.subs(PERCENT, 1))
+        if gold.has(gaps.PERCENT) != value.has(gaps.PERCENT):
+            numbers = gold.subs(gaps.PERCENT, 1), value.subs(gaps.PERCENT, 1)
+            return not gaps.is_share(numbers[0]) and _equal_values(*numbers)
+        complex_ones = [side.subs({i: I for i in side.free_symbols if i.name == "i"}) for side in (gold, value)]
+        return complex_ones != [gold, value] and _equal_values(*complex_ones)
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
         logger.debug("math-verify could not compare two answers.", exc_info=True)
         return False
@@ -194,42 +281,66 @@ def _read_shown(text: str) -> Answer | None:
 
 
 def _read_announced(text: str) -> Answer | None:
-    """Read what follows the last "the answer is": a formula, an option, what stands before the first word, or a short sentence."""
-    *_, announcement = [None, *_ANNOUNCEMENT.finditer(text)]
-    if announcement is None:
+    """
+    Read what follows the last "the answer is": formulas, an option, what stands before the first word, or a short sentence. Where
+    the sentence or the next one makes something else of it, the text of the sentence is the answer, which equals no other.
+    """
+    clauses = (
+        (re.split(r"[,;.!?\n]", text[max(0, it.start() - 80) : it.start()])[-1], it)
+        for it in _ANNOUNCEMENT.finditer(text)
+    )
+    found = [(clause, announcement) for clause, announcement in clauses if not _SUPPOSED.search(clause)]
+    if not found:
         return None
-    rest = text[announcement.end() :]
-    end, math = _SENTENCE_END.search(rest), _MATH.search(rest)
-    sentence = rest[: end.start() if end else None].replace("*", "").strip()
-    is_math = math is not None and math.start() <= len(sentence) and not _VALUE.search(rest[: math.start()])
-    if math is not None and is_math and not _WORD.search(_TEXT_IN_MATH.sub("", math[0])):
-        return _read_bare(math[math.lastindex or 0])
-    if option := _OPTION.match(sentence):
-        return _read_bare(option[1])
-    words = _WORD.finditer(_TEXT_IN_MATH.sub(lambda match: " " * len(match[0]), sentence))
-    first = next((word.start() for word in words if word[0] not in ("and", "or")), None)
-    before = sentence[:first].strip(" ,;:(")
-    if before not in ("", "a"):  # an article
-        return _read_bare(before)
-    return _read_bare(sentence) if sentence and len(sentence) <= _BARE_ANSWER_CHARACTERS else None
+    clause, announcement = found[-1]
+    rest = text[announcement.end() :][:_SENTENCE_CHARACTERS]
+    # Words and points in a formula are not those of the sentence
+    masked = _TEXT_IN_MATH.sub(_mask, _MATH.sub(lambda match: _mask(match) if _is_math(match) else match[0], rest))
+    begin = filler.end() if (filler := _FILLER.match(masked)) else 0
+    sentence_end = _SENTENCE_END.search(masked, begin)
+    stop = sentence_end.start() if sentence_end else len(rest)
+    words = (word.start() for word in _WORD.finditer(masked, begin, stop) if word[0] not in _PARTS_OF_VALUES)
+    letter = _LETTER.match(masked, begin, stop)
+    end = letter.end() if letter else next(words, stop)
+    value = re.sub(r"\s(?:and|or)\s*$", "", rest[begin:end]).replace("*", "").rstrip(" ,;:([`").lstrip(" ,;:`")
+    if value in ("", "a"):  # an article
+        value, end = rest[begin:stop].replace("*", "").strip(), stop
+        if len(value) > _BARE_ANSWER_CHARACTERS:
+            return None
+    is_one_or_list = len(_MATH.findall(value)) < 2 or re.fullmatch(r"(?:[\s,;]|\b(?:and|or)\b)*", _MATH.sub("", value))
+    is_changed = _CHANGED.search(_REASON.split(masked[max(begin, end - 4) : stop])[0]) or _TAKEN_BACK.match(
+        rest, stop + 1
+    )
+    if _UNSURE.search(clause + announcement[0]) or rest[stop : stop + 1] == "?" or is_changed or not is_one_or_list:
+        return Answer((announcement[0] + rest[:stop],))
+    return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None
 
 
+def _is_math(match: re.Match) -> bool:
+    """Whether dollar signs enclose a formula, and not words between two prices."""
+    inside = match[match.lastindex or 0]
+    return inside == inside.strip() or not _WORD.search(_TEXT_IN_MATH.sub("", inside))
+
+
+def _mask(match: re.Match) -> str:
+    return "0" * len(match[0])
+
+
+@lru_cache(maxsize=8192)  # completions of a group give few different answers, and reading takes most of the time
 def _read_bare(text: str) -> Answer | None:
-    # The full stop of a sentence would make "27." plain text
-    text = text.strip().rstrip(" .")
+    text = re.sub(r"(?<![.,])[.]$", "", text.strip())
     math = _MATH.fullmatch(text)
-    text = rewrite(text if math is None else math[math.lastindex or 0])
-    if is_too_large(text):
-        return Answer((text,))
+    text = text if math is None else math[math.lastindex or 0].strip()
+    names = gaps.unit_names(text)
+    text = text if gaps.is_too_large(text) else gaps.rewrite(text)
+    if _braced(f"{{{text}}}") != text.strip():
+        return None
+    words = gaps.as_words(text)
+    if words is not None or gaps.is_too_large(text) or _ELLIPSIS.search(text):
+        return Answer((words or text,), names)
     try:
-        return _parsed(f"\\boxed{{{text}}}")
+        values = parse(f"\\boxed{{{text}}}", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
+        return Answer(tuple(gaps.with_union(text, values)), names) if values else None
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None
-
-
-@lru_cache(maxsize=8192)
-def _parsed(text: str) -> Answer | None:
-    """The completions of a group give few different answers, and reading one takes most of the time."""
-    values = parse(text, extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
-    return Answer(tuple(values)) if values else None

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from .functions import Completion, Grade, completion_text, grade
-from .grading import equal, final_part, last_boxed, read_gold
+from .grading import equal, final_part, is_blank, last_boxed, read_gold, shown_words
 from .limit import GradingTimeout, budget, in_time
 
 
@@ -24,26 +24,12 @@ Labelled = Literal["gold", "none"]
 
 _GROUP_SECONDS = 2.0  # limit for comparing the votes of a group
 
-# Commands that show nothing of their own: blanks with their lengths, fonts, brackets, and what takes arguments
-_LAYOUT = re.compile(
-    r"\\[hv]?(?:space|phantom)\*?\s*\{[^{}]*\}|\\(?:begin|end)\s*\{[^{}]*\}"
-    r"|\\(?:text[a-z]*|math[a-z]+|[hm]box|boxed|fbox|operatorname|boldsymbol|left|right|q?quad|space|square|Box|underline|overline|"
-    r"[cl]?dots|[dt]?frac|sqrt)(?![a-zA-Z])"
-    r"|\\[,;:!\\_ ]|[{}~$_\s]+"
-)
-_CONTENT = re.compile(r"[^\W_]|\\[a-zA-Z]|[<>=∞∅]")
 _REFUSAL = re.compile(
     r"\b(?:cannot|can not|can['’]t|could not|impossible to|not possible to|unable to|not)\s+(?:be\s+)?"
     r"(?:determin|decid|find\b|found\b|calculat|comput|answer|know|solved?\b)"
     r"|\bundetermin(?:ed|able)\b|\b(?:not enough|insufficient|missing)\s+(?:information|data)\b",
     re.IGNORECASE,
 )
-_PLACEHOLDER = re.compile(
-    r"unknown|unclear|(?:i )?(?:do not|don['’]?t) know|no answer|n\s*/\s*a|tbd|"
-    r"(?:(?:insert|enter|put|write) )?(?:the |your |final |my )*(?:answer|result)(?: here)?",
-    re.IGNORECASE,
-)
-
 REASONS_TO_ABSTAIN = ("few_votes", "low_share", "high_share", "margin")
 """Names of the reasons in metrics (`abstained_…`). The first that applies counts."""
 
@@ -68,16 +54,10 @@ def read_vote(text: str, truncated: bool) -> str | None:
     r"""
     The answer that a completion votes for: what the last closed `\boxed{…}` of its final part holds; `None` if it is truncated.
 
-    `None` also if the box is blank (`\text{ }`, `\square`, `___`), or holds a placeholder ("your answer here", "N/A") or a refusal
-    ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
+    `None` also if it holds no answer, see [`~lze_trl.rewards.grading.is_blank`], or a refusal ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
     """
     box = None if truncated else last_boxed(final_part(text), braced=True)
-    if box is None:
-        return None
-    shown = " ".join(_LAYOUT.sub(" ", box).split())
-    words = shown.strip(" .!:…<>[]()\"'")
-    says_nothing = _CONTENT.search(shown) is None or _REFUSAL.search(words) or _PLACEHOLDER.fullmatch(words)
-    return None if says_nothing else box
+    return None if box is None or is_blank(box) or _REFUSAL.search(shown_words(box)) else box
 
 
 @lru_cache(maxsize=65536)
