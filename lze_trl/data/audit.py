@@ -6,6 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
+from ..rewards.functions import is_placeholder
 from ..rewards.grading import equal, read_answer, read_gold
 from ..rewards.limit import GradingTimeout
 from .prompts import load_prompts
@@ -16,6 +17,7 @@ MEANINGS = {
     "shared": "rows that also occur in a dataset above",
     "none": "no gold answer, or one that names no option",
     "unread": "gold answers that cannot be read, or do not equal themselves when a completion boxes them",
+    "stand-in": "gold answers that only stand where one should be, such as 'see figure', 'proof' or '???': no completion can equal them",
     "prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt",
 }
 """What is counted beside the rows, and what it means."""
@@ -36,12 +38,15 @@ def audit(references: list[str], **kwargs) -> tuple[pd.DataFrame, list[str]]:
         golds = Counter(dataset["solution"])
         counts = {"dataset": source, "rows": len(ids), "repeated": len(ids) - len(set(ids))}
         counts |= {"shared": sum(value in seen for value in ids), "none": golds.pop(None, 0)}
-        unread = [gold for gold in golds if not _can_be_scored(gold)]
+        standing = [gold for gold in golds if is_placeholder(gold)]
+        unread = [gold for gold in golds if gold not in standing and not _can_be_scored(gold)]
         texts = [text if isinstance(text, str) else "".join(turn["content"] for turn in text) for text in prompts]
         lengths = np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist()
-        rows.append(counts | {"unread": sum(golds[gold] for gold in unread), "prompt": "/".join(map(str, lengths))})
+        counts |= {"unread": sum(golds[gold] for gold in unread), "stand-in": sum(golds[gold] for gold in standing)}
+        rows.append(counts | {"prompt": "/".join(map(str, lengths))})
         notes.append(f"{source}: {dataset.info.description}")
         notes += [f"{source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in unread[:_MOST_EXAMPLES]]
+        notes += [f"{source}: is no answer: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in standing[:_MOST_EXAMPLES]]
         seen.update(ids)
     return pd.DataFrame(rows), notes
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from datasets import Dataset, Features, Image, Json, List, Value, concatenate_datasets
 
-from ..memory.identity import id_of
+from ..memory.identity import id_of, media_as_stored
+from ..rewards.functions import is_placeholder
 from .columns import Columns, advice
 from .gym import load_gym
 from .sources import GYM, DataError, load_table, parse_reference, unreadable
@@ -132,12 +133,9 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
 
 def _undecoded(table: Dataset) -> Dataset:
     """A table whose images are bytes: decoded ones take gigabytes, and would be compressed once more when they are written."""
-    plain = Image(decode=False)
     for name, feature in table.features.items():
-        if isinstance(feature, Image):
-            table = table.cast_column(name, plain)
-        elif feature == List(Image()):
-            table = table.cast_column(name, List(plain))
+        if (stored := media_as_stored(feature)) != feature:
+            table = table.cast_column(name, stored)
     return table
 
 
@@ -177,6 +175,11 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
         desc=f"Reading {columns.source}",
     )
     made.info.description = columns.describe()
+    if count := sum(gold is not None and is_placeholder(gold) for gold in made["solution"]):
+        told = (
+            f"{count} gold answers only stand where one should be, such as 'see figure': no completion can equal them"
+        )
+        logger.warning("%r: %s. Leave such rows out; `lze-trl data` lists them.", columns.source, told)
     if len(made) < len(table):
         if not len(made):
             raise DataError(f"{columns.source!r}: no row has text in {columns.prompt!r}. {advice('prompt_column')}")
