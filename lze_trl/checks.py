@@ -11,7 +11,7 @@ from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
-from .prompt_checks import PROMPTS, is_prompt
+from .prompt_checks import PROMPTS, is_prompt, prompts_of
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
 from .rollout.settling import GroupReward
 from .select.selectors import Selector
@@ -185,10 +185,8 @@ def _with_prompts_checked(dataset: Any, called: str) -> Any:
         return {name: _with_prompts_checked(rows, f"{called} {name!r}") for name, rows in dataset.items()}
     if isinstance(dataset, IterableDataset):
         return dataset.map(lambda row, i: check(row["prompt"], i) if "prompt" in row else {}, with_indices=True)
-    # A transform makes its own prompts
-    if isinstance(dataset, Dataset) and "prompt" in dataset.column_names and dataset.format["type"] != "custom":
-        for row, prompt in enumerate(dataset.select_columns("prompt").with_format(None)["prompt"]):
-            check(prompt, row)
+    for row, prompt in enumerate(prompts_of(dataset)):
+        check(prompt, row)
     return dataset
 
 
@@ -262,10 +260,16 @@ def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tupl
             dataset, deduplicate = add_prompt_ids(rows, False, needs_prompt), False
     if dropped := len(rows) - len(dataset):
         logger.warning("Dropped %d of %d rows that repeat others. `deduplicate=False` keeps them.", dropped, len(rows))
-    if len(dataset) < num_groups:
+    refuse_too_few(dataset, args)
+    return dataset, deduplicate
+
+
+def refuse_too_few(dataset: Dataset, args: LZEGRPOConfig):
+    """Refuse a training set that does not fill a generation batch."""
+    num_groups = args.generation_batch_size // args.num_generations
+    if len(dataset) < num_groups and not args.self_play["instruct"]:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
             f"(`generation_batch_size={args.generation_batch_size}` / `num_generations={args.num_generations}`). Use a "
             "smaller generation batch or more data."
         )
-    return dataset, deduplicate

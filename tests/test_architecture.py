@@ -52,9 +52,9 @@ ROOMS = {
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks config engine forecast hub selfplay memory names plan record remote rollout select servers "
+    "trainer": "app build checkpoint checks config engine forecast hub selfplay memory names plan prompt_checks record remote rollout select servers "
     "step trl_contract",
-    "job": "app checkpoint checks config data evaluation files forecast hub names record rewards rollout selfplay settings "
+    "job": "app checkpoint checks config data evaluation files forecast hub names prompt_checks record rewards rollout selfplay settings "
     "strategies trainer version",
 }
 PURE = (

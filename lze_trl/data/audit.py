@@ -6,6 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
+from ..prompt_checks import Context
 from ..rewards.functions import is_placeholder
 from ..rewards.grading import equal, read_answer, read_gold
 from ..rewards.limit import GradingTimeout
@@ -26,11 +27,12 @@ _MOST_EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 60
 
 
-def audit(references: list[str], **kwargs) -> tuple[pd.DataFrame, list[str]]:
+def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd.DataFrame, list[str]]:
     """
     Read datasets by [`load_prompts`], as a training run would. Returns the counts, a row for each dataset, and notes: what was
-    read from which column, and a few gold answers that cannot be read.
+    read from which column, a few gold answers that cannot be read, and with a `model` the prompts that its context has no room for.
     """
+    context = None if model is None else Context.of_model(model)
     rows, notes, seen = [], list[str](), set[int]()
     for reference in references:
         dataset = load_prompts(reference, **kwargs)
@@ -47,6 +49,11 @@ def audit(references: list[str], **kwargs) -> tuple[pd.DataFrame, list[str]]:
         notes.append(f"{source}: {dataset.info.description}")
         notes += [f"{source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in unread[:_MOST_EXAMPLES]]
         notes += [f"{source}: is no answer: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in standing[:_MOST_EXAMPLES]]
+        if context is not None:
+            long, _ = context.measured(prompts)
+            notes += [
+                f"{source}: {len(long)} prompts are too long for the context of {context.length} tokens: rows {[*long]}"
+            ]
         seen.update(ids)
     return pd.DataFrame(rows), notes
 
