@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, AutoProcessor
 
 
 logger = logging.getLogger(__name__)
@@ -90,6 +89,8 @@ class Context:
     @classmethod
     def of_model(cls, name: str, completion: int = 0, **kwargs: Any) -> "Context | None":
         """That of a model by name, with its tokenizer; `kwargs` are those of `from_pretrained`."""
+        from transformers import AutoConfig, AutoProcessor  # slow, and not needed to read data
+
         length = context_of(AutoConfig.from_pretrained(name, **kwargs))
         return length and cls(length, completion, token_counter(AutoProcessor.from_pretrained(name, **kwargs)))
 

@@ -51,9 +51,10 @@ def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd
         notes += [f"{source}: is no answer: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in standing[:_MOST_EXAMPLES]]
         if context is not None:
             long, _ = context.measured(prompts)
-            notes += [
-                f"{source}: {len(long)} prompts are too long for the context of {context.length} tokens: rows {[*long]}"
-            ]
+            rows_of_long = f", such as rows {[*long][:_MOST_EXAMPLES]}" if long else ""
+            notes.append(
+                f"{source}: {len(long)} prompts leave no room in a context of {context.length:,} tokens{rows_of_long}"
+            )
         seen.update(ids)
     return pd.DataFrame(rows), notes
 

@@ -45,7 +45,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     dataset, controller, resolved = prepare(args, rows, funcs, given)
     outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
     own = {name: init_kwargs[name] for name in ("revision", "trust_remote_code")}
-    left_out = ""
+    different, left_out = len(dataset), ""
     with suppress(*UNKNOWN):
         if (context := Context.of_model(given["model"], args.max_completion_length or 0, **own)) is not None:
             dataset, left_out = context.fitting(dataset, "training set")
@@ -60,7 +60,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         f"controller {args.controller}, pruning {resolved['pruning']}",
         "prompts": f"written by the model, from {len(dataset):,} seeds"
         if writes
-        else f"{len(dataset):,} of {len(rows):,} rows are different",
+        else f"{different:,} of {len(rows):,} rows are different",
         "processes": f"{args.world_size:,}",
         "prompts a generation batch": f"{groups:,}",
         "completions a generation batch": f"{args.generation_batch_size:,}",
