@@ -12,15 +12,7 @@ from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
-from .settings import (
-    SETTING_BLOCKS,
-    SelectorSettings,
-    SelfPlaySettings,
-    ServerSettings,
-    check_range,
-    check_value,
-    filled,
-)
+from .settings import SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
 from .strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
 
 
@@ -285,10 +277,9 @@ class LZEGRPOConfig(GRPOConfig):
     def _check_values(self):
         hints = get_type_hints(type(self))
         for own in fields(self):
-            if own.name in _TRL_FIELDS and own.name != "vllm_mode":
-                check_range(own.name, getattr(self, own.name))
-            elif own.name not in SETTING_BLOCKS:
-                check_value(own.name, getattr(self, own.name), hints[own.name])
+            if own.name not in SETTING_BLOCKS:  # of TRL's settings, the range alone
+                is_own = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
+                check_value(own.name, getattr(self, own.name), hints[own.name] if is_own else object)
         if not all(map(math.isfinite, self.reward_weights or ())):
             raise ValueError(
                 f"`reward_weights` must be finite numbers, got {self.reward_weights}. Use 0 for no weight."

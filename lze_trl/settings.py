@@ -65,33 +65,28 @@ _KINDS: dict[Any, tuple[Any, str]] = {
     type(None): (type(None), "null"),
 }
 """What fits a type, and its name in errors. Any value fits another type."""
-
-
-def _each(interval: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), interval)
-
-
+_THEIRS = {
+    "(0, inf]": "temperature repetition_penalty sapo_temperature_neg sapo_temperature_pos delta",
+    "[0, inf)": "learning_rate weight_decay adam_epsilon beta num_train_epochs warmup_steps logging_steps save_steps eval_steps",
+    "[0, inf]": "epsilon epsilon_high max_grad_norm vllm_importance_sampling_clip_max eval_delay",
+    "(-inf, inf)": "entropy_coef entropy_target router_aux_loss_coef",
+    "[0, 1]": "top_p min_p top_entropy_quantile ref_model_mixup_alpha",
+    "[0, 1)": "adam_beta1 adam_beta2",
+    "(0, 1]": "vllm_gpu_memory_utilization",
+    "[-1, inf)": "max_steps top_k",
+    "[1, inf)": "per_device_train_batch_size per_device_eval_batch_size generation_batch_size gradient_accumulation_steps "
+    "steps_per_generation num_iterations max_completion_length vllm_max_model_length num_generations_eval",
+    "[2, inf)": "num_generations",
+    "[0, 4294967295]": "seed",
+}
+"""Settings of TRL and transformers, by the interval of numbers that can be computed with."""
 RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
         "pass_threshold": "(-inf, inf)",
         "max_tokens_per_micro_batch": "[1, inf)",
         "environment_timeout": "(0, inf)",
-        # TRL's and transformers' own, by what they can compute with
-        **_each("(0, inf]", "temperature repetition_penalty sapo_temperature_neg sapo_temperature_pos delta"),
-        **_each("[0, inf)", "learning_rate weight_decay adam_epsilon beta num_train_epochs"),
-        **_each("[0, inf)", "warmup_steps logging_steps save_steps eval_steps eval_delay"),
-        **_each("[0, inf]", "epsilon epsilon_high max_grad_norm vllm_importance_sampling_clip_max"),
-        **_each("(-inf, inf)", "entropy_coef entropy_target router_aux_loss_coef"),
-        **_each("[0, 1]", "top_p min_p top_entropy_quantile ref_model_mixup_alpha"),
-        **_each("[0, 1)", "adam_beta1 adam_beta2"),
-        **_each("(0, 1]", "vllm_gpu_memory_utilization"),
-        **_each("[-1, inf)", "max_steps top_k"),
-        **_each("[1, inf)", "per_device_train_batch_size per_device_eval_batch_size generation_batch_size"),
-        **_each("[1, inf)", "gradient_accumulation_steps steps_per_generation num_iterations num_generations_eval"),
-        **_each("[1, inf)", "max_completion_length vllm_max_model_length"),
-        **_each("[2, inf)", "num_generations"),
-        "seed": f"[0, {2**32 - 1}]",
+        **{name: interval for interval, names in _THEIRS.items() for name in names.split()},
     },
     "selector_kwargs": {
         **dict.fromkeys(("gumbel_scale", "momentum_weight"), "[0, inf)"),
@@ -160,14 +155,8 @@ def check_value(name: str, value: Any, hint: Any, block: str = ""):
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if not any(_fits(value, kind) for kind in kinds):
         raise ValueError(f"{place} must be {' or '.join(map(_in_words, kinds))}, got {value!r}.")
-    check_range(name, value, block)
-
-
-def check_range(name: str, value: Any, block: str = ""):
-    """Refuse a number out of the range of its setting, with a `ValueError`."""
     interval = RANGES.get(block, {}).get(name)
     if interval is not None and isinstance(value, Real) and not _contains(interval, float(value)):
-        place = f"`{block}`: `{name}`" if block else f"`{name}`"
         raise ValueError(f"{place} must be in {interval}, got {value}. Give such a number, or leave it unset.")
 
 
