@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import nlargest
 from operator import itemgetter
 from typing import Any
 
@@ -104,25 +103,21 @@ class Context:
         Tokens of the prompts, by their place, that leave none for a completion, and the most tokens of another one. Prompts of few
         characters are not tokenized: a token is a byte or more, and JSON writes more around messages than templates do.
         """
-        encode, maybe, others = json.JSONEncoder(default=str).encode, list[tuple[int, Any]](), list[tuple[int, Any]]()
+        encode, sized = json.JSONEncoder(default=str).encode, list[tuple[int, int, Any]]()
         for place, prompt in enumerate(prompts):
             size = len(encode(prompt)) + (_MARGIN if isinstance(prompt, str) else self._frame)
-            if size >= self.length:
-                maybe.append((place, prompt))
-            elif size + self.completion > self.length:
-                others.append((size, prompt))
-        tokens = dict(self._counted(maybe))
-        longest = nlargest(_BATCH, others, key=itemgetter(0))
-        rest = [n for n in tokens.values() if n < self.length] + [n for _, n in self._counted(longest)]
-        return {place: n for place, n in sorted(tokens.items()) if n >= self.length}, max(rest, default=0)
-
-    def _counted(self, prompts: list[tuple[int, Any]]) -> Iterator[tuple[int, int]]:
-        """Pairs of a number and a prompt, with its tokens in its place."""
+            if size + self.completion > self.length or size >= self.length:
+                sized.append((size, place, prompt))
+        sized.sort(key=itemgetter(0), reverse=True)
+        count = max(_BATCH, sum(size >= self.length for size, *_ in sized))  # a few of the others suffice
+        tokens: dict[int, int] = {}
         for kind in (str, list):
-            pairs = [pair for pair in prompts if isinstance(pair[1], kind)]
-            for start in range(0, len(pairs), _BATCH):
-                some = pairs[start : start + _BATCH]
-                yield from zip([number for number, _ in some], self.count([prompt for _, prompt in some]), strict=True)
+            some = [(place, prompt) for _, place, prompt in sized[:count] if isinstance(prompt, kind)]
+            for start in range(0, len(some), _BATCH):
+                places, batch = zip(*some[start : start + _BATCH], strict=True)
+                tokens |= zip(places, self.count(list(batch)), strict=True)
+        out = {place: n for place, n in sorted(tokens.items()) if n >= self.length}
+        return out, max((n for n in tokens.values() if n < self.length), default=0)
 
     def fitting(self, dataset: Any, called: str, on_main: Callable = lambda function: function()) -> tuple[Any, str]:
         """
@@ -132,15 +127,8 @@ class Context:
         if isinstance(dataset, dict):
             return {name: self.fitting(rows, f"{called} {name!r}", on_main)[0] for name, rows in dataset.items()}, ""
         if isinstance(dataset, IterableDataset):
-            return dataset.filter(lambda row: not self._tell(row.get("prompt"))), ""
-        if (
-            not isinstance(dataset, Dataset)
-            or dataset.format["type"] == "custom"
-            or "prompt" not in dataset.column_names
-        ):
-            return dataset, ""  # a transform makes its own prompts
-        prompts = dataset.with_format(None)["prompt"]
-        out, longest = on_main(lambda: self.measured(prompts))
+            return dataset.filter(lambda row: self._fits(row.get("prompt"))), ""
+        out, longest = on_main(lambda: self.measured(prompts_of(dataset)))
         if longest + self.completion > self.length:
             logger.warning(
                 "Prompts of the %s have up to %d tokens, and with `max_completion_length=%d` more than the context of %d. vLLM ends "
@@ -159,8 +147,9 @@ class Context:
         logger.warning(told)
         return dataset.select([row for row in range(len(dataset)) if row not in out]), told
 
-    def _tell(self, prompt: Any) -> dict[int, int]:
-        if lengths := self.measured([prompt])[0]:
+    def _fits(self, prompt: Any) -> bool:
+        lengths, _ = self.measured([prompt])
+        for tokens in lengths.values():
             told = "Left out a prompt of the stream, of %d tokens where the context is %d: %.80r"
-            logger.warning(told, *lengths.values(), self.length, prompt)
-        return lengths
+            logger.warning(told, tokens, self.length, prompt)
+        return not lengths
