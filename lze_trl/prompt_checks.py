@@ -91,7 +91,8 @@ class Context:
         from transformers import AutoConfig, AutoProcessor  # slow, and not needed to read data
 
         length = context_of(AutoConfig.from_pretrained(name, **kwargs))
-        return length and cls(length, completion, token_counter(AutoProcessor.from_pretrained(name, **kwargs)))
+        count = token_counter(AutoProcessor.from_pretrained(name, **kwargs))
+        return cls(length, completion, count) if length else None
 
     @cached_property
     def _frame(self) -> int:

@@ -279,14 +279,16 @@ class LZEGRPOTrainer(GRPOTrainer):
         """A dataset without prompts that are too long for model or servers, and a sentence on them, see [`Context.fitting`]."""
         args, lengths = self.args, [context_of(self.model.config)]
         if args.use_vllm:
-            lengths.append(self.vllm_generation.context_length if args.over_http else args.vllm_max_model_length)
+            generation: Any = self.vllm_generation
+            lengths.append(generation.context_length if args.over_http else args.vllm_max_model_length)
         if not any(lengths) or self.rollout_func or args.self_play["instruct"]:
             return dataset, ""
 
         def on_main(function: Callable) -> Any:
             return broadcast_object_list([function() if self.accelerator.is_main_process else None])[0]
 
-        template = {"tools": self.tools or None, "chat_template": self.chat_template, **self.chat_template_kwargs}
+        given: Any = args.chat_template_kwargs or {}
+        template = {"tools": self.tools or None, "chat_template": self.chat_template, **given}
         count = token_counter(self.processing_class, **template)
         context = Context(min(filter(None, lengths)), args.max_completion_length or 0, count)
         dataset, told = context.fitting(dataset, called, on_main)
