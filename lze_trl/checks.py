@@ -14,6 +14,7 @@ from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
+from .prompt_checks import PROMPTS, is_prompt, prompts_of
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
 from .rollout.settling import GroupReward
 from .select.selectors import Selector
@@ -51,7 +52,8 @@ def prepare(
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     if not makes_prompts and not given.get("rollout_func"):  # which takes what it likes
-        _refuse_unfit_prompts(train_dataset)
+        train_dataset = _with_prompts_checked(train_dataset, "training set")
+        _with_prompts_checked(given.get("eval_dataset"), "evaluation set")
     controller = controller or args.make_controller()
     voting: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     votes = get_callable_name(voting[0]) if voting else None
@@ -191,20 +193,24 @@ def _refuse_unfit_object(name: str, kind: Any, value: Any):
     raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
-def _refuse_unfit_prompts(dataset: Any):
-    """Refuse rows without a prompt, which fail in the tokenizer or train on nothing."""
-    if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
-        return
-    if dataset.format["type"] == "custom":  # a transform makes them
-        return
-    batches = dataset.select_columns("prompt").with_format("arrow").iter(1000)
-    for row, prompt in enumerate(prompt for batch in batches for prompt in batch["prompt"].to_pylist()):
-        messages = prompt if isinstance(prompt, list) else [{"content": isinstance(prompt, str) and prompt}]
-        if not any(isinstance(message, dict) and message.get("content") for message in messages):
+def _with_prompts_checked(dataset: Any, called: str) -> Any:
+    """Refuse rows without a prompt, which fail in the tokenizer or train on nothing; those of a stream when they come."""
+
+    def check(prompt: Any, row: int) -> dict[str, Any]:
+        if not is_prompt(prompt):
             raise ValueError(
-                f"The training set has {prompt!r} as the prompt of row {row}. A prompt is a text that is not empty, or a list of messages "
-                "with content. Mend the row, or leave such rows out (`dataset.filter`)."
+                f"The {called} has {repr(prompt)[:200]} as the prompt of row {row}. {PROMPTS} Mend the row, or leave such rows out "
+                "(`dataset.filter`)."
             )
+        return {}
+
+    if isinstance(dataset, dict):
+        return {name: _with_prompts_checked(rows, f"{called} {name!r}") for name, rows in dataset.items()}
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(lambda row, i: check(row["prompt"], i) if "prompt" in row else {}, with_indices=True)
+    for row, prompt in enumerate(prompts_of(dataset)):
+        check(prompt, row)
+    return dataset
 
 
 # ---- What adapts to the data ----
@@ -277,10 +283,16 @@ def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tupl
             dataset, deduplicate = add_prompt_ids(rows, False, needs_prompt), False
     if dropped := len(rows) - len(dataset):
         logger.warning("Dropped %d of %d rows that repeat others. `deduplicate=False` keeps them.", dropped, len(rows))
-    if len(dataset) < num_groups:
+    refuse_too_few(dataset, args)
+    return dataset, deduplicate
+
+
+def refuse_too_few(dataset: Dataset, args: LZEGRPOConfig):
+    """Refuse a training set that does not fill a generation batch."""
+    num_groups = args.generation_batch_size // args.num_generations
+    if len(dataset) < num_groups and not args.self_play["instruct"]:
         raise ValueError(
             f"The training set has {len(dataset)} different prompts, and a generation batch takes {num_groups} "
             f"(`generation_batch_size={args.generation_batch_size}` / `num_generations={args.num_generations}`). Use a "
             "smaller generation batch or more data."
         )
-    return dataset, deduplicate

@@ -258,8 +258,8 @@ class LZEGRPOConfig(GRPOConfig):
         for name, value in chosen.items():
             if name not in SETTING_BLOCKS and getattr(self, name) is None:
                 setattr(self, name, value)
-        super().__post_init__()
         self._check_values()
+        super().__post_init__()
         self._fill_blocks()
         # The parts refuse values that do not fit together
         self.make_controller()
@@ -277,9 +277,13 @@ class LZEGRPOConfig(GRPOConfig):
     def _check_values(self):
         hints = get_type_hints(type(self))
         for own in fields(self):
-            checked = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
-            if checked and own.name not in SETTING_BLOCKS:
-                check_value(own.name, getattr(self, own.name), hints[own.name])
+            if own.name not in SETTING_BLOCKS:  # of TRL's settings, the range alone
+                is_own = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
+                check_value(own.name, getattr(self, own.name), hints[own.name] if is_own else object)
+        if not all(map(math.isfinite, self.reward_weights or ())):
+            raise ValueError(
+                f"`reward_weights` must be finite numbers, got {self.reward_weights}. Use 0 for no weight."
+            )
         bounds = self.reward_range
         if bounds is not None and not (len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf):
             raise ValueError(f"`reward_range` must be two increasing, finite numbers, got {bounds}.")

@@ -65,12 +65,28 @@ _KINDS: dict[Any, tuple[Any, str]] = {
     type(None): (type(None), "null"),
 }
 """What fits a type, and its name in errors. Any value fits another type."""
+_THEIRS = {
+    "(0, inf]": "temperature repetition_penalty sapo_temperature_neg sapo_temperature_pos delta",
+    "[0, inf)": "learning_rate weight_decay adam_epsilon beta num_train_epochs warmup_steps logging_steps save_steps eval_steps",
+    "[0, inf]": "epsilon epsilon_high max_grad_norm vllm_importance_sampling_clip_max eval_delay",
+    "(-inf, inf)": "entropy_coef entropy_target router_aux_loss_coef",
+    "[0, 1]": "top_p min_p top_entropy_quantile ref_model_mixup_alpha",
+    "[0, 1)": "adam_beta1 adam_beta2",
+    "(0, 1]": "vllm_gpu_memory_utilization",
+    "[-1, inf)": "max_steps top_k",
+    "[1, inf)": "per_device_train_batch_size per_device_eval_batch_size generation_batch_size gradient_accumulation_steps "
+    "steps_per_generation num_iterations max_completion_length vllm_max_model_length num_generations_eval",
+    "[2, inf)": "num_generations",
+    "[0, 4294967295]": "seed",
+}
+"""Settings of TRL and transformers, by the interval of numbers that can be computed with."""
 RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
         "pass_threshold": "(-inf, inf)",
         "max_tokens_per_micro_batch": "[1, inf)",
         "environment_timeout": "(0, inf)",
+        **{name: interval for interval, names in _THEIRS.items() for name in names.split()},
     },
     "selector_kwargs": {
         **dict.fromkeys(("gumbel_scale", "momentum_weight"), "[0, inf)"),
@@ -140,8 +156,8 @@ def check_value(name: str, value: Any, hint: Any, block: str = ""):
     if not any(_fits(value, kind) for kind in kinds):
         raise ValueError(f"{place} must be {' or '.join(map(_in_words, kinds))}, got {value!r}.")
     interval = RANGES.get(block, {}).get(name)
-    if interval is not None and value is not None and not _contains(interval, value):
-        raise ValueError(f"{place} must be in {interval}, got {value}.")
+    if interval is not None and isinstance(value, Real) and not _contains(interval, float(value)):
+        raise ValueError(f"{place} must be in {interval}, got {value}. Give such a number, or leave it unset.")
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -4,13 +4,14 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel
 from transformers.integrations import TrackioCallback
@@ -29,6 +30,7 @@ from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
 from .plan.passes import NoRows, Passes
 from .plan.planners import Planner
+from .prompt_checks import Context, context_of, token_counter
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
@@ -165,8 +167,13 @@ class LZEGRPOTrainer(GRPOTrainer):
             generation = HTTPGeneration(self.model, self.accelerator, Engine(self).tokenizer, args)
             generation.before_sync = lambda: self.generation_step.drain(Engine(self))
             Engine(self).connect(generation)
+        left_out = ""
+        if recurring:
+            self.train_dataset, left_out = self._fitting(self.train_dataset, "training set")
+        self.eval_dataset, _ = self._fitting(self.eval_dataset, "evaluation set")
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
         self._build_parts(*parts, instruction, recurring)
+        self.generation_step.advice.left_out = left_out
         self.summary: RunSummary | None = None
         if args.summary:
             metric = accuracy_metric(args.pass_reward, self.reward_func_names)
@@ -267,9 +274,31 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "with the other data, and `state_from` this run to keep what is known of prompts."
             )
         self.resolved = resolved
+        dataset, step.advice.left_out = self._fitting(dataset, "training set")
         self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
         step.take_passes(self.passes)
         return dataset
+
+    def _fitting(self, dataset: Any, called: str) -> tuple[Any, str]:
+        """A dataset without prompts that are too long for model or servers, and a sentence on them, see [`Context.fitting`]."""
+        args, lengths = self.args, [context_of(self.model.config)]
+        if args.use_vllm:
+            generation: Any = self.vllm_generation
+            lengths.append(generation.context_length if args.over_http else args.vllm_max_model_length)
+        if not any(lengths) or self.rollout_func or args.self_play["instruct"]:
+            return dataset, ""
+
+        def on_main(function: Callable) -> Any:
+            return broadcast_object_list([function() if self.accelerator.is_main_process else None])[0]
+
+        given: Any = args.chat_template_kwargs or {}
+        template = {"tools": self.tools or None, "chat_template": self.chat_template, **given}
+        count = token_counter(self.processing_class, **template)
+        context = Context(min(filter(None, lengths)), args.max_completion_length or 0, count)
+        dataset, told = context.fitting(dataset, called, on_main)
+        if told and called == "training set":
+            checks.refuse_too_few(dataset, args)
+        return dataset, told
 
     def _used_columns(self, dataset: Any) -> Any:
         """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""

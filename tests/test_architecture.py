@@ -27,6 +27,7 @@ ROOMS = {
     "files": "",
     "fingerprint": "",
     "names": "",
+    "prompt_checks": "",
     "strategies": "names",
     "settings": "memory names strategies",
     "batch": "",
@@ -39,22 +40,23 @@ ROOMS = {
     "servers": "",
     "remote": "record",
     "rewards": "names",
-    "data": "memory names rewards",
+    "data": "memory names prompt_checks rewards",
     "evaluation": "data files names record rewards servers",
     "app": "files forecast record remote strategies version",
     "selfplay": "batch data evaluation memory rewards seeding settings",
     "trl_contract": "",
     "config": "memory plan rollout select settings strategies",
-    "checks": "config memory plan rollout select",
+    "checks": "config memory plan prompt_checks rollout select",
     "checkpoint": "files",
     "hub": "app checkpoint files record remote version",
     "engine": "batch checks evaluation memory pack rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks config engine fingerprint forecast hub selfplay memory names plan record remote rollout select servers "
+    "trainer": "app build checkpoint checks config engine fingerprint forecast hub selfplay memory names plan prompt_checks record remote "
+    "rollout select servers "
     "step trl_contract",
-    "job": "app checkpoint checks config data evaluation files forecast hub names record rewards rollout selfplay settings "
+    "job": "app checkpoint checks config data evaluation files forecast hub names prompt_checks record rewards rollout selfplay settings "
     "strategies trainer version",
 }
 PURE = (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tiny
 from launches import run_to_end
 from lze_trl.job import cli
 from lze_trl.job.recipe import KEYS, parse_recipe
@@ -58,10 +59,23 @@ def test_data_counts_duplicates_and_unreadable_answers(monkeypatch, tmp_path, ca
     Path("one.jsonl").write_text(f"{json.dumps(rows[0])}\n")
     cli.main(["data", "sums.jsonl", "one.jsonl", "--limit", "4"])
     heading, first, second, *lines = capsys.readouterr().out.splitlines()
-    assert heading.split() == ["dataset", "rows", "repeated", "shared", "none", "unread", "prompt"]
-    assert first.split() == ["sums.jsonl", "4", "1", "0", "1", "1", "5/12/13/13"]
-    assert second.split()[:6] == ["one.jsonl", "1", "0", "1", "0", "0"]
+    assert heading.split() == ["dataset", "rows", "repeated", "shared", "none", "unread", "stand-in", "prompt"]
+    assert first.split() == ["sums.jsonl", "4", "1", "0", "1", "1", "0", "5/12/13/13"]
+    assert second.split()[:7] == ["one.jsonl", "1", "0", "1", "0", "0", "0"]
     assert "sums.jsonl: cannot be read: '}'" in lines
+
+
+def test_data_counts_what_no_completion_can_answer_or_no_model_can_read(monkeypatch, tmp_path, capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    golds = ["5", "See figure.", "???", "see figure", "a graph"]
+    rows = [{"problem": "How? " * (20 if gold == "5" else 1), "answer": gold} for gold in golds]
+    Path("some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    cli.main(["data", "some.jsonl", "--model", tiny.save("model")])
+    _, counts, *lines = capsys.readouterr().out.splitlines()
+    assert counts.split()[:7] == ["some.jsonl", "5", "0", "0", "0", "0", "3"]
+    assert "some.jsonl: is no answer: '???'" in lines
+    assert "some.jsonl: 1 prompts leave no room in a context of 64 tokens, such as rows [0]" in lines
+    assert "3 gold answers only stand where one should be" in caplog.text
 
 
 def test_data_shows_what_a_source_holds_or_what_is_wrong(monkeypatch, tmp_path, capsys):

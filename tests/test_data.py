@@ -1,5 +1,8 @@
 """References, schemas and sources of data; what cannot be used is refused with what to do."""
 
+import codecs
+import gzip
+import json
 from io import BytesIO
 from pathlib import Path
 
@@ -9,6 +12,8 @@ from datasets import Dataset
 from PIL import Image
 
 from lze_trl.data import DataError, Reference, load_mixture, load_prompts, parse_reference
+from lze_trl.evaluation.settings import Decoding, EvaluationError
+from lze_trl.evaluation.tasks import find_tasks, load_problems
 from lze_trl.memory.identity import prompt_id
 
 
@@ -263,6 +268,91 @@ def test_references_that_cannot_be_read(reference, content, message, tmp_path, m
         Path(reference).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_prompts(reference)
+
+
+def lines(*rows: dict) -> bytes:
+    return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows).encode()
+
+
+def late(first, last, padding: int = 0) -> bytes:
+    """A file whose answers are of one kind in the first 1,500 rows, or 15 MB, and then of another one."""
+    rows = [{"problem": f"{i}? {'x' * padding}", "answer": first} for i in range(1500)]
+    rows += [{"problem": f"Late {i}?", "answer": last} for i in range(20)]
+    return lines(*({name: value for name, value in row.items() if value != "absent"} for row in rows))
+
+
+@pytest.mark.parametrize("padding", [0, 10_000])
+@pytest.mark.parametrize(("first", "last"), [(None, "12"), ("absent", "12"), (1, "x+1"), (1, 2.5)])
+def test_answers_may_come_late_and_change_their_type(first, last, padding, tmp_path):
+    path = tmp_path / "late.jsonl"
+    path.write_bytes(late(first, last, padding))
+    solutions = load_prompts(str(path))["solution"]
+    assert (solutions[0], solutions[-1]) == ("1" if first == 1 else None, str(last))
+
+
+def test_golds_that_are_missing_say_nothing_of_the_others(write):
+    rows = [{"problem": f"{i}?", "solution": None} for i in range(6)]
+    rows += [{"problem": f"Late {i}?", "solution": f"So \\boxed{{{i}}}."} for i in range(3)]
+    assert load_prompts(write("few.jsonl", [*rows, MATH[2]]))["solution"][-2:] == ["2", None]
+
+
+ROW = {"problem": "Wo ist das Café?", "answer": "1"}
+
+
+@pytest.mark.parametrize("end", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", lines(ROW)), ("a.csv", "problem,answer\nWo ist das Café?,1\n".encode())]
+)
+def test_files_may_be_compressed_or_begin_with_a_mark(name, content, end, tmp_path):
+    path = tmp_path / (name + end)
+    path.write_bytes(gzip.compress(content) if end else codecs.BOM_UTF8 + content)
+    (row,) = load_prompts(str(path))
+    assert (row["prompt"][0]["content"], row["solution"]) == ("Wo ist das Café?", "1")
+
+
+def test_what_a_csv_calls_none_is_text(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("problem,answer\nA?,None\nB?,\nC?,007\n")
+    assert load_prompts(str(path))["solution"] == ["None", None, "007"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", lines({"problem": "A?", "answer": "1"}) + '{"problem": "Café?"'.encode("latin-1"), r"a\.jsonl, line 2 has a byte 0xe9"),
+        ("a.json", json.dumps([ROW], ensure_ascii=False).encode("latin-1"), r"a\.json, line 1 has a byte 0xe9.*iconv"),
+        ("a.csv", "problem,answer\nA?,1\nCafé?,2\n".encode("latin-1"), r"a\.csv, line 3 has a byte 0xe9"),
+        ("a.jsonl", lines(ROW).decode().encode("utf-16"), r"a\.jsonl, line 1 has a byte 0xff, which is not UTF-8"),
+        ("a.jsonl", lines(ROW) + b'{"problem": \n' + lines(ROW), r"a\.jsonl, line 2 is no JSON: Expecting value"),
+        ("a.jsonl", b'"A?"\n', 'line 1 is no JSON object: "A\\?"'),
+        ("a.jsonl", b"\n\n", r"a\.jsonl is empty"),
+        ("folder/a.jsonl", lines(ROW) + '{"problem": "Café?"}'.encode("latin-1"), r"a\.jsonl, line 2 has a byte 0xe9"),
+        ("a.jsonl", lines({"prompt": 0, "answer": "1"}), r"column 'prompt', row 0 \(from 0\) holds 0\. A prompt is a text"),
+        ("a.csv", b"prompt,answer\n1,2\n", r"column 'prompt', row 0 \(from 0\) holds 1\."),
+        ("a.jsonl", lines({"prompt": ["hi"], "answer": "1"}), r"row 0 \(from 0\) holds \['hi'\]"),
+        ("a.jsonl", lines(*TRL, {"prompt": [{"role": "user", "text": "2?"}], "solution": "4"}), r"row 1 \(from 0\) holds .*'text': '2\?'"),
+        ("a.jsonl", lines({"problem": "A?", "answer": None}), r"found \['answer', 'problem'\], of which \['answer'\] hold nothing in any row"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_file_is_named_with_its_place(name, content, message, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    for read in (load_prompts, lambda reference: load_problems(find_tasks([reference])[0], Decoding())):
+        with pytest.raises((DataError, EvaluationError), match=message):
+            read(str(path if path.parent == tmp_path else path.parent))
+
+
+def test_messages_keep_their_tool_calls(write, tmp_path):
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "2", "name": "add"}]
+    (tmp_path / "calls.jsonl").write_bytes(lines({"prompt": turns, "solution": "2"}, *TRL, *TRL))
+    dataset = load_prompts(str(tmp_path / "calls.jsonl"))
+    assert dataset["prompt"][:2] == [[turns[0], {**turns[1], "content": ""}, turns[2]], TRL[0]["prompt"]]
+    both = load_mixture([str(tmp_path / "calls.jsonl"), write("plain.jsonl", TRL)])
+    assert both["prompt"][:] == [*dataset["prompt"], TRL[0]["prompt"]]
+    assert both["prompt_id"][1] == both["prompt_id"][-1]
 
 
 # ---- Configurations, and the Hub ----

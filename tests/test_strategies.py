@@ -159,6 +159,21 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
     assert args.defaults()["controller_kwargs"] == args.controller_kwargs
 
 
+# Of TRL and transformers, which take them and fail later, or train on nothing
+THEIRS = (
+    *(("temperature", -0.5), ("temperature", 0.0), ("learning_rate", -1e-6), ("learning_rate", NAN), ("top_p", 1.5)),
+    *(
+        ("num_generations", 0),
+        ("num_generations", 1),
+        ("max_steps", -5),
+        ("beta", NAN),
+        ("beta", -0.1),
+        ("min_p", 2.0),
+    ),
+    *(("gradient_accumulation_steps", 0), ("num_iterations", 0), ("epsilon", -0.2), ("max_completion_length", 0)),
+    *(("adam_beta2", 1.0), ("weight_decay", NAN), ("warmup_steps", -1), ("max_grad_norm", -1.0), ("seed", -1)),
+    *(("reward_weights", [1.0, NAN]), ("repetition_penalty", 0.0), ("save_steps", -2)),
+)
 ADA, GRESO = {"controller": "reinforce_ada_balanced"}, {"planner": "greso"}
 
 
@@ -176,6 +191,7 @@ ADA, GRESO = {"controller": "reinforce_ada_balanced"}, {"planner": "greso"}
         *(({"selection_ratio": value}, r"`selection_ratio` must be in \(0, 1\]") for value in (0, 1.4, NAN)),
         *(({"pass_threshold": value}, r"`pass_threshold` must be in \(-inf, inf\)") for value in (NAN, math.inf)),
         ({"environment_timeout": 0}, r"`environment_timeout` must be in \(0, inf\), got 0"),
+        *(({name: value}, rf"`{name}` must be .*got .*{str(value)[-4:-1]}") for name, value in THEIRS),
         ({"packing": "no"}, "`packing` must be true or false"),
         *(({"reward_range": ends}, "two increasing, finite numbers") for ends in ([1.0, 0.0], [0.0], [0.0, NAN])),
         ({"reward_range": ["0", "1"]}, "`reward_range` must be a list, each item a number"),
@@ -192,3 +208,10 @@ ADA, GRESO = {"controller": "reinforce_ada_balanced"}, {"planner": "greso"}
 def test_bad_values_are_refused_when_the_configuration_is_made(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         tiny.config(tmp_path, **settings)
+
+
+def test_values_at_the_ends_of_what_can_be_computed_are_taken(tmp_path):
+    ends = {"learning_rate": 0.0, "max_grad_norm": math.inf, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "max_steps": -1}
+    ends |= {"warmup_steps": 0.1, "save_steps": 0.5, "epsilon_high": math.inf, "beta": 0.0, "num_train_epochs": 0.5}
+    made = tiny.config(tmp_path, **ends)
+    assert {name: getattr(made, name) for name in ends} == ends

@@ -189,8 +189,12 @@ def dry_run(capsys, *arguments):
 def test_a_dry_run_says_what_the_run_then_does(job, capsys, tmp_path):
     keys = {"num_train_epochs": 1.5, "max_steps": -1, "per_device_train_batch_size": 4, "steps_per_generation": 5}
     recipe = job(strategy="grpo", selection_ratio=1.0, **keys)
+    with (tmp_path / "train.jsonl").open("a") as rows:
+        rows.write(json.dumps({"prompt": "1+" * 50, "solution": "50"}) + "\n")
     before = set(tmp_path.rglob("*"))
     shown = dry_run(capsys, recipe)
+    assert shown["prompts"] == "13 of 13 rows are different"
+    assert shown["too long"].startswith("Left out 1 of 13 prompts of the training set")
     assert set(tmp_path.rglob("*")) == before
     trainer = build_trainer(*parse_recipe([recipe]))
     trainer.train()

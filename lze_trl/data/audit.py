@@ -6,6 +6,8 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
+from ..prompt_checks import Context
+from ..rewards.functions import is_placeholder
 from ..rewards.grading import equal, read_answer, read_gold
 from ..rewards.limit import GradingTimeout
 from .prompts import load_prompts
@@ -16,6 +18,7 @@ MEANINGS = {
     "shared": "rows that also occur in a dataset above",
     "none": "no gold answer, or one that names no option",
     "unread": "gold answers that cannot be read, or do not equal themselves when a completion boxes them",
+    "stand-in": "gold answers that only stand where one should be, such as 'see figure', 'proof' or '???': no completion can equal them",
     "prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt",
 }
 """What is counted beside the rows, and what it means."""
@@ -24,11 +27,12 @@ _MOST_EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 60
 
 
-def audit(references: list[str], **kwargs) -> tuple[pd.DataFrame, list[str]]:
+def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd.DataFrame, list[str]]:
     """
     Read datasets by [`load_prompts`], as a training run would. Returns the counts, a row for each dataset, and notes: what was
-    read from which column, and a few gold answers that cannot be read.
+    read from which column, a few gold answers that cannot be read, and with a `model` the prompts that its context has no room for.
     """
+    context = None if model is None else Context.of_model(model)
     rows, notes, seen = [], list[str](), set[int]()
     for reference in references:
         dataset = load_prompts(reference, **kwargs)
@@ -36,12 +40,21 @@ def audit(references: list[str], **kwargs) -> tuple[pd.DataFrame, list[str]]:
         golds = Counter(dataset["solution"])
         counts = {"dataset": source, "rows": len(ids), "repeated": len(ids) - len(set(ids))}
         counts |= {"shared": sum(value in seen for value in ids), "none": golds.pop(None, 0)}
-        unread = [gold for gold in golds if not _can_be_scored(gold)]
+        standing = [gold for gold in golds if is_placeholder(gold)]
+        unread = [gold for gold in golds if gold not in standing and not _can_be_scored(gold)]
         texts = [text if isinstance(text, str) else "".join(turn["content"] for turn in text) for text in prompts]
         lengths = np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist()
-        rows.append(counts | {"unread": sum(golds[gold] for gold in unread), "prompt": "/".join(map(str, lengths))})
+        counts |= {"unread": sum(golds[gold] for gold in unread), "stand-in": sum(golds[gold] for gold in standing)}
+        rows.append(counts | {"prompt": "/".join(map(str, lengths))})
         notes.append(f"{source}: {dataset.info.description}")
         notes += [f"{source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in unread[:_MOST_EXAMPLES]]
+        notes += [f"{source}: is no answer: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in standing[:_MOST_EXAMPLES]]
+        if context is not None:
+            long, _ = context.measured(prompts)
+            rows_of_long = f", such as rows {[*long][:_MOST_EXAMPLES]}" if long else ""
+            notes.append(
+                f"{source}: {len(long)} prompts leave no room in a context of {context.length:,} tokens{rows_of_long}"
+            )
         seen.update(ids)
     return pd.DataFrame(rows), notes
 

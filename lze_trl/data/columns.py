@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from string import ascii_uppercase
 from typing import Any
 
-from datasets import ClassLabel, Dataset
+from datasets import ClassLabel, Dataset, Value
 
+from ..prompt_checks import PROMPTS, are_messages
 from ..rewards.functions import content_text
 from ..rewards.grading import gold_text, last_boxed, marked_answer
 from .sources import DataError
@@ -36,7 +38,7 @@ class Columns:
         self.source, self._first = source, list(table.select(range(min(_SAMPLE, len(table)))))
         if not self._first:
             raise DataError(f"{source!r} has no rows. Check its split, and that the file is complete.")
-        self._features = table.features
+        self._table, self._features = table, table.features
         self.prompt: str = self._find("prompt_column", given)
         self.options: str | None = self._find("option_column", given, needed=False)
         further = (*_CHOICE,) if self.options else ()
@@ -44,10 +46,20 @@ class Columns:
         known = [found for name in KNOWN["context_columns"] if (found := self._named(name))]
         wanted = given["context_columns"]
         self.contexts = known if wanted is None else [self._check(name, "context_columns") for name in wanted]
-        texts = [self._answer_text(row) for row in self._first]
+        self._answered = self._rows_with(self.answer) if self.answer else []
+        texts = [self._answer_text(row) for row in self._answered]
         # Worked solutions, if most of them box or mark an answer; then one without a box holds none
         self._worked = 2 * sum(_final(text) is not None for text in texts) >= len(texts)
         self._reading = self._best_reading()
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether no message of a prompt has anything beside `role` and `content`, by the type of the column."""
+        column: Any = self._features
+        for name in [self.prompt] if self.prompt in self._features else self.prompt.split("."):
+            column = column[name]
+        message = getattr(column, "feature", None)
+        return isinstance(column, Value) or (isinstance(message, dict) and set(message) <= {"role", "content"})
 
     def describe(self) -> str:
         """What is read from which column, in one line."""
@@ -55,11 +67,23 @@ class Columns:
         words += [f"options from {self.options}"] if self.options else []
         return ", ".join([*words, f"gold answer from {self.answer}" if self.answer else "no gold answer"])
 
-    def problem(self, row: dict[str, Any]) -> list[dict[str, str]]:
-        """The problem of a row as messages, the last of which holds contexts and options as well; empty without text."""
+    def problem(self, row: dict[str, Any], index: int) -> list[dict[str, Any]]:
+        """
+        The problem of a row as messages, the last of which holds contexts and options as well; empty without text. `index` is the
+        row's, for errors.
+        """
         given = at(row, self.prompt)
-        messages = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or [])
-        plain = [{"role": message["role"], "content": content_text(message["content"])} for message in messages]
+        messages = [{"role": "user", "content": given}] if isinstance(given, str) else [] if given is None else given
+        if not are_messages(messages):
+            raise DataError(
+                f"{self.source!r}, column {self.prompt!r}, row {index} (from 0) holds {repr(given)[:200]}. {PROMPTS} Mend the row, or name "
+                "another column with `prompt_column` (in a recipe, `dataset_prompt_column`)."
+            )
+        plain = [
+            {"role": message["role"], "content": content_text(message["content"])}
+            | {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+            for message in messages
+        ]
         if not plain or not plain[-1]["content"].strip():
             return []
         question = plain[-1]["content"]
@@ -114,7 +138,7 @@ class Columns:
         """How gold answers name the right option: by its label, its text or its number, whichever fits most of the first rows."""
         if not self.options:
             return "label"
-        rows = [(self._answer_text(row), *self._options(row)) for row in self._first]
+        rows = [(self._answer_text(row), *self._options(row)) for row in self._answered]
         golds = [(gold, labels, texts) for gold, labels, texts in rows if gold and texts]
         found = {
             name: sum(_place(name, _final(gold) or gold, *options) is not None for gold, *options in golds)
@@ -136,21 +160,35 @@ class Columns:
         if found is None and needed:
             what = {"prompt_column": "problem", "answer_column": "gold answer"}[setting]
             raise DataError(
-                f"{self.source!r} has no column for the {what}: wanted one of {', '.join(names)}, found {sorted(self._first[0])}. "
-                f"{advice(setting)}"
+                f"{self.source!r} has no column for the {what}: wanted one of {', '.join(names)} with something in it, found "
+                f"{self._found()}. {advice(setting)}"
             )
         return found
 
     def _named(self, name: str) -> str | None:
-        """The column of this name, whatever its capitals, if one of the first rows has something in it."""
+        """The column of this name, whatever its capitals, if a row has something in it."""
         names = [name, *(other for other in self._first[0] if other.lower() == name.lower())]
-        return next((name for name in names if any(at(row, name) is not None for row in self._first)), None)
+        return next((name for name in names if self._rows_with(name)), None)
+
+    def _rows_with(self, name: str) -> list[dict[str, Any]]:
+        """Some rows that have something under a name: of the first ones, or else of all."""
+        found, outer = [row for row in self._first if at(row, name) is not None], name.partition(".")[0]
+        column = name if name in self._features else outer
+        if found or column not in self._features or len(self._table) == len(self._first):
+            return found
+        column_rows = enumerate(self._table.select_columns(column))
+        later = (index for index, row in column_rows if at(row, name) is not None)
+        return list(self._table.select(list(islice(later, _SAMPLE))))
 
     def _check(self, name: str, setting: str) -> str:
         if (found := self._named(name)) is None:
-            columns = sorted(self._first[0])
-            raise DataError(f"{self.source!r} has no column {name!r}, found {columns}. {advice(setting)}")
+            raise DataError(f"{self.source!r} has no column {name!r}, found {self._found()}. {advice(setting)}")
         return found
+
+    def _found(self) -> str:
+        """The columns of the table, for errors."""
+        empty = [name for name in self._features if not self._rows_with(name)]
+        return f"{sorted(self._features)}" + (f", of which {empty} hold nothing in any row" if empty else "")
 
 
 def advice(setting: str) -> str:

@@ -4,17 +4,19 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import Dataset, Features, Image, List, Value, concatenate_datasets
+from datasets import Dataset, Features, Image, Json, List, Value, concatenate_datasets
 
-from ..memory.identity import id_of
+from ..memory.identity import id_of, media_as_stored
+from ..rewards.functions import is_placeholder
 from .columns import Columns, advice
 from .gym import load_gym
-from .sources import GYM, DataError, load_table, parse_reference
+from .sources import GYM, DataError, load_table, parse_reference, unreadable
 
 
 logger = logging.getLogger(__name__)
 
 _MESSAGES = List({"role": Value("string"), "content": Value("string")})
+_FURTHER = List(Json())  # messages of which some have more, such as `tool_calls`
 _OWN = ("prompt", "solution", "prompt_id", "source")
 
 
@@ -37,7 +39,7 @@ class PromptStyle:
         """The prompt for a bare problem."""
         return self.write([{"role": "user", "content": problem}], "a problem")
 
-    def write(self, messages: list[dict[str, str]], source: str) -> str | list[dict[str, str]]:
+    def write(self, messages: list[dict[str, Any]], source: str) -> str | list[dict[str, Any]]:
         """The prompt for a problem, given as messages."""
         last = {**messages[-1], "content": messages[-1]["content"] + (self.prompt_suffix or "")}
         if not self.conversational:
@@ -102,10 +104,13 @@ def load_prompts(
     table = load_gym(reference) if is_gym else load_table(parsed)
     features, table = table.features, _undecoded(table)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
-    columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled or is_gym)
-    if limit is not None:
-        table = table.select(range(min(limit, len(table))))
-    return _converted(table, features, columns, style)
+    try:
+        columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled or is_gym)
+        if limit is not None:
+            table = table.select(range(min(limit, len(table))))
+        return _converted(table, features, columns, style)
+    except UnicodeDecodeError as error:  # Arrow does not look at text before it is wanted
+        raise unreadable(parsed, error) from error
 
 
 def load_mixture(references: list[str], **kwargs) -> Dataset:
@@ -119,7 +124,8 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     features: dict[str, Any] = {}
     for table in tables:
         for name, feature in table.features.items():
-            features[name] = feature if features.get(name, feature) == feature else Value("string")
+            other = _FURTHER if name == "prompt" else Value("string")
+            features[name] = feature if features.get(name, feature) == feature else other
     return concatenate_datasets(
         [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
     )
@@ -127,12 +133,9 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
 
 def _undecoded(table: Dataset) -> Dataset:
     """A table whose images are bytes: decoded ones take gigabytes, and would be compressed once more when they are written."""
-    plain = Image(decode=False)
     for name, feature in table.features.items():
-        if isinstance(feature, Image):
-            table = table.cast_column(name, plain)
-        elif feature == List(Image()):
-            table = table.cast_column(name, List(plain))
+        if (stored := media_as_stored(feature)) != feature:
+            table = table.cast_column(name, stored)
     return table
 
 
@@ -145,30 +148,38 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
     ]
     images = [name for name in kept if not isinstance(features[name], Value)]  # the same question may be asked of many
     text = Value("string")
-    result: dict[str, Any] = {"prompt": _MESSAGES if style.conversational else text, "solution": text}
+    messages = _MESSAGES if columns.are_plain else _FURTHER
+    result: dict[str, Any] = {"prompt": messages if style.conversational else text, "solution": text}
     result |= {"prompt_id": Value("int64"), "source": text} | {name: features[name] for name in kept}
 
-    def row_of(row: dict[str, Any]) -> dict[str, Any]:
-        prompt, gold = style.write(columns.problem(row), columns.source), columns.gold(row)
+    def row_of(row: dict[str, Any], problem: list[dict[str, Any]]) -> dict[str, Any]:
+        prompt, gold = style.write(problem, columns.source), columns.gold(row)
         made = {"prompt": prompt, "solution": gold, "prompt_id": row.get("prompt_id"), "source": columns.source}
         shown = {name: row[name] for name in images}
         made["prompt_id"] = id_of({name: made[name] for name in _OWN[:3]} | shown, "solution")
         return made | {name: row[name] for name in kept}
 
-    def batch_of(batch: dict[str, list]) -> dict[str, list]:
+    def batch_of(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        rows = [row_of(row) for row in given if columns.problem(row)]
+        problems = [columns.problem(row, index) for row, index in zip(given, indices, strict=True)]
+        rows = [row_of(row, problem) for row, problem in zip(given, problems, strict=True) if problem]
         return {name: [row[name] for row in rows] for name in result}
 
     made = table.map(
         batch_of,
         batched=True,
+        with_indices=True,
         remove_columns=list(features),
         features=Features(result),
         load_from_cache_file=False,  # its key does not change when this module does
         desc=f"Reading {columns.source}",
     )
     made.info.description = columns.describe()
+    if count := sum(gold is not None and is_placeholder(gold) for gold in made["solution"]):
+        told = (
+            f"{count} gold answers only stand where one should be, such as 'see figure': no completion can equal them"
+        )
+        logger.warning("%r: %s. Leave such rows out; `lze-trl data` lists them.", columns.source, told)
     if len(made) < len(table):
         if not len(made):
             raise DataError(f"{columns.source!r}: no row has text in {columns.prompt!r}. {advice('prompt_column')}")

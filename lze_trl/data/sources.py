@@ -1,5 +1,6 @@
 """References to datasets, and the tables behind them, which the `datasets` library reads. No code of a dataset is run."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,16 @@ from urllib.parse import parse_qsl
 import datasets
 from datasets import Dataset, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
+from datasets.table import CastError
 
 
 GYM = "reasoning_gym:"
 """What a reference to problems of `reasoning-gym` begins with."""
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+# An answer "None" in a CSV is text; only what is empty is missing
+_AS_WRITTEN = {"csv": {"keep_default_na": False, "na_values": [""]}}
 _HUB = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(datasets/)?)")
 
 
@@ -50,15 +55,15 @@ def parse_reference(text: str) -> Reference:
     known = ("config", "split", "revision")
     if unknown := set(given) - set(known):
         raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {[*known]}.")
-    is_page = "://" in body and Path(body).suffix not in FILE_FORMATS
+    is_page = "://" in body and format_of(body) is None
     path = _HUB.sub("", body).rstrip("/") if is_page else body
     local, is_local = Path(path).expanduser(), "://" in path
     if path and local.exists():
         path, is_local = str(local), True
-    elif not is_local and (not path or local.suffix in FILE_FORMATS or path.startswith((".", "/", "~"))):
+    elif not is_local and (not path or format_of(path) or path.startswith((".", "/", "~"))):
         raise DataError(
             f"There is no file or folder {path!r}. Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl, "
-            ".json, .parquet or .csv file or of a folder, or `reasoning_gym:TASK`."
+            ".json, .parquet or .csv file (.gz as well) or of a folder, or `reasoning_gym:TASK`."
         )
     return Reference(path, is_local, **given)
 
@@ -73,10 +78,43 @@ def load_table(reference: Reference) -> Dataset:
         found = _load(reference)
     # A library of its own for each format, with errors that have no more in common
     except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
-        cause = error.__cause__ or error
-        raise DataError(f"{name} cannot be read: {type(cause).__name__}: {cause}") from error
+        raise unreadable(reference, error) from error
     tables = [_split_of(loaded, reference.split, name) for loaded in found]
     return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
+
+
+def format_of(path: str) -> str | None:
+    """What the name of a file says that it holds, compressed or not; `None` if it is none of [`FILE_FORMATS`]."""
+    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
+    return FILE_FORMATS.get(suffixes[-1]) if suffixes else None
+
+
+def unreadable(reference: Reference, error: BaseException) -> DataError:
+    """The error for a dataset that a library cannot read, with the first line of a local file that is to blame."""
+    cause, place = error.__cause__ or error, Path(reference.path)
+    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
+    blamed = next(filter(None, map(_damage, files)), f"{type(cause).__name__}: {cause}")
+    return DataError(f"{reference.label!r} cannot be read: {blamed}")
+
+
+def _damage(file: Path) -> str | None:
+    """What is wrong with a text file, as far as its encoding and the JSON of its lines go."""
+    if file.suffix not in (".jsonl", ".json", ".csv"):
+        return None
+    empty = True
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            place, empty = f"{file.name}, line {number}", empty and not line.strip()
+            try:
+                text = line.decode("utf-8-sig").strip()
+                if text and file.suffix == ".jsonl" and not isinstance(json.loads(text), dict):
+                    return f'{place} is no JSON object: {text[:80]}. Write a row as {{"prompt": …, "answer": …}}.'
+            except UnicodeDecodeError as error:
+                byte = f"0x{line[error.start]:02x}"
+                return f"{place} has a byte {byte}, which is not UTF-8. Convert it, as by `iconv -f LATIN1 -t UTF-8`."
+            except json.JSONDecodeError as error:
+                return f"{place} is no JSON: {error.msg} at character {error.pos} of {text[:80]}. Mend or remove it."
+    return f"{file.name} is empty." if empty else None
 
 
 def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
@@ -89,16 +127,23 @@ def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
 
 
 def _load(reference: Reference) -> list[Any]:
-    path, suffix = Path(reference.path), Path(reference.path).suffix
+    path, kind = Path(reference.path), format_of(reference.path)
     options: dict[str, Any] = {"split": reference.split}
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # what `save_to_disk` wrote
         saved = datasets.load_from_disk(reference.path)
         return [saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}]
-    if path.is_file() or suffix in FILE_FORMATS:
-        if suffix not in FILE_FORMATS:
-            raise ValueError(f"unknown format {suffix!r}.")
-        split = path.stem if path.stem in ("train", "test", "validation") else "train"
-        return [datasets.load_dataset(FILE_FORMATS[suffix], data_files={split: reference.path}, **options)]
+    if path.is_file() or kind:
+        if kind is None:
+            raise ValueError(f"unknown format {path.suffix!r}. Known are {[*FILE_FORMATS]}, compressed or not.")
+        split = path.name.partition(".")[0]
+        options |= {"data_files": {split if split in ("train", "test", "validation") else "train": reference.path}}
+        try:
+            return [datasets.load_dataset(kind, **options, **_AS_WRITTEN.get(kind, {}))]
+        except (DatasetGenerationError, CastError):
+            if kind != "json":
+                raise
+            # Types were those of the first 10 MB. A column may come, or change its type, behind them
+            return [datasets.load_dataset(kind, **options, chunksize=-1)]
     source, options["revision"] = str(path.resolve()) if reference.is_local else reference.path, reference.revision
     configs: list[Any] = [reference.config]
     if reference.config is None:

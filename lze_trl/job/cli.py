@@ -67,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     data = add(_data)
     data("references", metavar="DATASET", nargs="+", help="Hub id, which ?config=…&split=… may follow, or local file")
+    data("--model", metavar="MODEL", help="count the prompts that the context of this model has no room for")
     data("--limit", type=at_least_one, help="number of rows to read")
     data("--prompt_column", metavar="COLUMN", help="problem, where it is not recognised")
     data("--answer_column", metavar="COLUMN", help="gold answer, where it is not recognised")

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from trl.trainer.utils import get_callable_name
 
 from ..checks import outcome_rule, prepare
 from ..config import LZEGRPOConfig
+from ..prompt_checks import Context
 from . import user_errors
 from .estimate import UNKNOWN, estimated
 from .parts import make_evaluations
@@ -43,6 +44,11 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
     dataset, controller, resolved = prepare(args, rows, funcs, given)
     outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
+    own = {name: init_kwargs[name] for name in ("revision", "trust_remote_code")}
+    different, left_out = len(dataset), ""
+    with suppress(*UNKNOWN):
+        if (context := Context.of_model(given["model"], args.max_completion_length or 0, **own)) is not None:
+            dataset, left_out = context.fitting(dataset, "training set")
     groups, steps = args.generation_batch_size // args.num_generations, args.max_steps
     if steps <= 0:  # as transformers and TRL count them
         micro_steps = len(dataset) // groups * args.steps_per_generation * args.num_iterations
@@ -54,7 +60,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         f"controller {args.controller}, pruning {resolved['pruning']}",
         "prompts": f"written by the model, from {len(dataset):,} seeds"
         if writes
-        else f"{len(dataset):,} of {len(rows):,} rows are different",
+        else f"{different:,} of {len(rows):,} rows are different",
         "processes": f"{args.world_size:,}",
         "prompts a generation batch": f"{groups:,}",
         "completions a generation batch": f"{args.generation_batch_size:,}",
@@ -64,6 +70,8 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         facts |= estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"], steps)
     except UNKNOWN as error:
         facts["memory"] = f"not known: {str(error).partition(chr(10))[0]}"
+    if left_out:
+        facts["too long"] = left_out
     facts["output"] = str(args.output_dir)
     if held_out is not None:
         facts["held-out prompts"] = f"{len(held_out):,}"

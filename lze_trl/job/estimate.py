@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import selective_log_softmax
 
+from ..prompt_checks import token_counter
 from ..record.ledger import token_cost
 
 
@@ -29,9 +30,11 @@ def estimated(
     model that cannot be run without memory.
     """
     own = {name: value for name, value in kwargs.items() if name in ("revision", "trust_remote_code")}
-    config, tokenizer = AutoConfig.from_pretrained(model, **own), AutoProcessor.from_pretrained(model, **own)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    longest = max(_tokens(tokenizer, prompt) for prompt in prompts[:_SHOWN_PROMPTS])
+    config, count = (
+        AutoConfig.from_pretrained(model, **own),
+        token_counter(AutoProcessor.from_pretrained(model, **own)),
+    )
+    longest = max(max(count([prompt])) for prompt in prompts[:_SHOWN_PROMPTS])
     rows, tokens = args.per_device_train_batch_size, longest + args.max_completion_length
     dtype = kwargs.get("dtype") or "float32"  # as in TRL
     dtype = getattr(config, "dtype", None) or torch.float32 if dtype == "auto" else getattr(torch, str(dtype))
@@ -92,11 +95,3 @@ def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     if architecture is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     return architecture._from_config(config, dtype=dtype)
-
-
-def _tokens(tokenizer: Any, prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
-    return len(
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-    )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import xxhash
-from datasets import Dataset, IterableDataset, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, Json, LargeList, List, concatenate_datasets
 
 
 ID_COLUMN = "lze_prompt_id"
@@ -90,9 +91,10 @@ def add_prompt_ids(
     if isinstance(dataset, IterableDataset):
         return dataset.map(lambda row: {ID_COLUMN: id_of(row, answer)})
 
-    # Only the ids are written, not the other columns again; images are not decoded
+    # Only the ids are written, not the other columns again
+    features = Features(media_as_stored(dataset.features))
     made = dataset.with_format("arrow").map(
-        lambda rows: {ID_COLUMN: [id_of(row, answer) for row in rows.to_pylist()]},
+        lambda rows: {ID_COLUMN: [id_of(features.decode_example(row), answer) for row in rows.to_pylist()]},
         batched=True,
         remove_columns=columns,
         desc="Prompt ids",
@@ -108,6 +110,15 @@ def add_prompt_ids(
     if deduplicate and len(first) < len(values):
         dataset = dataset.select(np.sort(first))
     return shown_as(dataset)
+
+
+def media_as_stored(feature: Any) -> Any:
+    """A column's type, or a mapping of them, by which rows are decoded except for images, audio and video."""
+    if isinstance(feature, dict):
+        return {name: media_as_stored(inner) for name, inner in feature.items()}
+    if isinstance(feature, (List, LargeList)):
+        return replace(feature, feature=media_as_stored(feature.feature))
+    return replace(feature, decode=False) if hasattr(feature, "decode") and not isinstance(feature, Json) else feature
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:

@@ -40,6 +40,7 @@ class Advice:
     def __init__(self, args: Any, reward_names: list[str]):
         self.args = args
         self.reward_names = reward_names
+        self.left_out = ""  # a sentence on prompts that are too long
         self._recent: deque[np.ndarray] = deque(maxlen=PATIENCE)
 
     @property
@@ -88,14 +89,16 @@ class Advice:
 
     def lines(self, ended: bool = False) -> dict[str, str]:
         """Sentences by their cause. Once a run has `ended`, its batches are enough even if they are few."""
+        of_data = {"left_out": self.left_out} if self.left_out else {}
         if not self._recent:
-            return {}
+            return of_data
         table = dict(zip(self._names, np.stack(self._recent, axis=1), strict=True))
         flat = len(self._recent) >= _FEW and (table["dead"] == 1.0).all()
         if not (ended or flat or len(self._recent) == PATIENCE):
-            return {}
+            return of_data
         batches = f"{len(self._recent)} generation batches" if len(self._recent) > 1 else "generation batch"
-        return self._of_groups(table, batches) | self._of_rewards(table, batches) | self._of_settings(table, batches)
+        said = self._of_groups(table, batches) | self._of_rewards(table, batches) | self._of_settings(table, batches)
+        return of_data | said
 
     def _of_groups(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         said, dead, limit = {}, table["dead"].mean(), self.args.max_completion_length

@@ -6,6 +6,7 @@ keywords, of which those that compare answers use `solution`.
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,23 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 _UNSCORED = "%d completions so far have no accuracy, since math-verify "
 UNREADABLE_GOLD = f"{_UNSCORED}cannot read the gold answer; the latest one is %s. `lze-trl data` lists such answers."
+PLACEHOLDER_GOLD = (
+    "%d completions so far were compared with a gold answer that refers to something else, or to nothing, so that none is right; the "
+    "latest one is %s. Leave such rows out; `lze-trl data` lists them."
+)
 SLOW_ANSWER = f"{_UNSCORED}did not finish in time; the latest answer is %s."
+
+_REFERRED = r"(?:fig|solution|proof|explanation|below|above|attach|image|diagram|graph|table|picture|text|page|appendix|link|http)"
+_PLACEHOLDER = re.compile(
+    rf"""\W*(?:(?:text|textbf|mathrm|mbox)\{{\W*)?(?:(?:please|as|the)\s+)*(?:
+        (?:see|refer|look|shown|given|drawn|illustrated)\b.{{0,40}}\b{_REFERRED}.{{0,40}}
+        |(?:proof|answer|(?:solution|explanation|derivation|sketch|graph|diagram)s?(?=\s+\w))s?
+         (?:\s+(?:is|are|as|not|was|omitted|below|above|attached|needed|required|only|shown|available|given|provided|follows|missing)\b)*
+        |(?:answers?|solutions?)\s+(?:may\s+|will\s+|can\s+)?var(?:y|ies)
+        |(?:not\s+(?:available|given|provided|applicable)|unavailable|omitted|tbd|todo|n/a|no\s+answer|open[-\s]ended)
+    )\W*|[?.…\s]+|[-_–—\s]{{2,}}""",
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
+)
 
 cases: Counter[str] = Counter()
 """How often a warning applied so far."""
@@ -55,6 +72,11 @@ def content_text(content: Any) -> str:
     if isinstance(content, list):
         return "".join(part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text")
     return content or ""
+
+
+def is_placeholder(gold: str) -> bool:
+    """Whether a gold answer only stands where one should be, such as "see figure", "Proof." or "???": no completion can equal it."""
+    return _PLACEHOLDER.fullmatch(gold) is not None
 
 
 def accuracy_reward(
@@ -109,6 +131,8 @@ def grade(completion: str, gold: Any) -> Grade:
         if gold is not None:
             warn_of(UNREADABLE_GOLD, gold)
         return Grade(None)
+    if text is not None and is_placeholder(text):
+        warn_of(PLACEHOLDER_GOLD, gold)
     try:
         return in_time(_compared, answers, completion)
     except GradingTimeout:

@@ -91,9 +91,9 @@ class HTTPGeneration:
                 "`ensure_weight_tying=True`."
             )
         self.pool = ServerPool(args.vllm_server_urls, *limits)
-        self._probe, self._dtype = self._on_main_process(self._connect)
+        self._probe, self._dtype, self.context_length = self._on_main_process(self._connect)
 
-    def _connect(self) -> tuple[list[int], torch.dtype]:
+    def _connect(self) -> tuple[list[int], torch.dtype, int]:
         base = base_model(self.model)
         self.pool.connect(self.args.vllm_server_timeout, trains=True)
         servers = self.pool.servers
@@ -107,7 +107,8 @@ class HTTPGeneration:
         self._directory = shared_directory(self.args.vllm_server_kwargs["sync_dir"], servers)
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)  # with the trainer, or the program
         context_length = min(server.max_model_len for server in servers)
-        return probe_tokens(base, self.processing_class, context_length), getattr(torch, servers[0].dtype)
+        probe = probe_tokens(base, self.processing_class, context_length)
+        return probe, getattr(torch, servers[0].dtype), context_length
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to go on with the same seeds."""
@@ -275,7 +276,9 @@ class HTTPGeneration:
             digest = hashlib.sha256(f"{self.args.seed}/{batch}/{seen[text]}/{text}".encode()).digest()
             seen[text] += 1
             seed = int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
-            groups.append(Group(prompt, count, self._body | {"seed": seed}))
+            room = max(1, self.context_length - len(prompt))  # vLLM refuses a request for more
+            body = self._body | {"seed": seed, "max_tokens": min(self._body["max_tokens"], room)}
+            groups.append(Group(prompt, count, body))
         return groups
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
