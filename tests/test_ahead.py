@@ -91,15 +91,19 @@ def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     assert begun_early(slow) or "strategy" in settings
 
 
-def test_a_reward_that_compares_completions_waits_for_whole_rounds_and_says_so(serve, tmp_path, caplog):
-    def ranked(completions, **kwargs):
-        return tiny.even_length_reward(completions)
+@pytest.mark.parametrize("overlap", ["none", "one_step"])
+def test_a_reward_that_compares_completions_is_found_and_gets_whole_groups(serve, tmp_path, caplog, overlap):
+    sizes, server = [], serve(delays=(0.0, 0.1))
 
-    ranked.compares_completions = True
-    server = serve(delays=(0.0, 0.1))
-    train(tmp_path, [server], reward=ranked)
-    assert not begun_early(server)
-    assert sum("`ranked` is a model, a coroutine, or compares completions" in line for line in caplog.messages) == 1
+    def ranked(prompts, completions, **kwargs):
+        sizes.append([completions and prompts.count(prompt) for prompt in prompts])
+        lengths = [len(text) + text.count("a") / 100 for text in completions]
+        return [float(n == max(m for m, p in zip(lengths, prompts) if p == q)) for n, q in zip(lengths, prompts)]
+
+    trainer = train(tmp_path, [server], reward=ranked, overlap=overlap)
+    told = [i for i, line in enumerate(caplog.messages) if "`ranked` compares the completions of a group" in line]
+    assert len(told) == 1 and trainer.ledger.rows_given_up > 0
+    assert sum(counts == [4] * 24 for counts in sizes) == 3 and sizes[-1] == [4] * 24
 
 
 def test_without_servers_on_a_gpu_each_round_is_a_pass_and_that_is_said_once(tmp_path, monkeypatch, caplog):

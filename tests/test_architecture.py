@@ -47,7 +47,7 @@ ROOMS = {
     "checks": "config memory plan rollout select",
     "checkpoint": "files",
     "hub": "app checkpoint files record remote version",
-    "engine": "batch checks evaluation memory pack rollout select",
+    "engine": "batch checks evaluation memory pack rewards rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",
