@@ -71,7 +71,9 @@ def answer_texts(completions: Sequence[Completion], given: dict[str, Any]) -> li
 
 def _begun(prompt: Completion) -> str:
     """What a completion goes on with, as far as the prompt shows it: a text, or the message of an assistant."""
-    return completion_text(prompt if isinstance(prompt, str) or prompt[-1]["role"] == "assistant" else "")
+    return completion_text(
+        prompt if isinstance(prompt, str) or (prompt[-1:] and prompt[-1]["role"] == "assistant") else ""
+    )
 
 
 def accuracy_reward(

@@ -200,6 +200,18 @@ class Rounds:
         begun = self.begin(pending.plan, engine, pending.generation)
         vars(pending).update(vars(begun), rows_given_up=given_up)
 
+    def cannot_look_ahead(self, error: Exception):
+        """Say once, in words, that a reward function has failed when the next round was looked ahead to."""
+        level, self._in_rounds = logging.INFO if self._in_rounds else logging.WARNING, True
+        notes = " ".join(getattr(error, "__notes__", ()))
+        logger.log(
+            level,
+            "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
+            "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
+            "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
+            *(notes, type(error).__name__, error),
+        )
+
     def known(self, pending: Pending, drawn: Batch) -> Prompts:
         """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
         count = drawn.num_groups
