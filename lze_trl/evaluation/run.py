@@ -148,13 +148,14 @@ def score(reward: RewardFunction, problem: Problem, text: str, prompt_end: str =
     `prompt_end`, the end of the prompt as it was rendered.
     """
     prefix = thinking_prefix(prompt_end)
+    told: dict[str, Any] = {"thinking_prefix": [prefix]} if prefix else {}
     answers: list[str] = []
     reward = reward if problem.columns.get(COLUMN) is None else reasoning_gym_reward
     completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
     values: Any = reward(
         **{name: [value] for name, value in problem.columns.items()},
         prompts=[problem.prompt],
-        **({"thinking_prefix": [prefix]} if prefix else {}),
+        **told,
         completions=[completion],
         solution=[problem.gold],
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),

@@ -123,13 +123,18 @@ class _Helper:
     """A process that computes what is asked for, one thing after the other. It starts when it is first needed, without a fork."""
 
     def __init__(self):
+        self.forget()
+
+    def forget(self):
+        """Begin anew, as after a fork: the process is that of the parent."""
         self.lock, self.process = threading.Lock(), None
 
     def call(self, name: str, args: tuple) -> Any:
         with self.lock:
             if self.process is None:
                 self.process = self._start()
-            stdin, stdout = self.process.stdin, self.process.stdout
+            stdin: Any = self.process.stdin
+            stdout: Any = self.process.stdout
             try:
                 stdin.write(json.dumps([name, args, _this_thread.left]) + "\n")
                 stdin.flush()
@@ -155,7 +160,7 @@ class _Helper:
 
 
 _helper = _Helper()
-os.register_at_fork(after_in_child=_helper.__init__)
+os.register_at_fork(after_in_child=_helper.forget)
 
 
 def serve():

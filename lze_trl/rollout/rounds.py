@@ -162,16 +162,15 @@ class Rounds:
     def _whole(self, counts: np.ndarray, drawn: Batch, engine: Any) -> np.ndarray:
         """What a round asks for if a reward compares completions: the whole group of each prompt, in its first round."""
         whole = np.where((counts > 0) & (drawn.sizes == 0), np.maximum(counts, self.args.num_generations), 0)
+        self.guard.on, self.guard.draws_whole = False, True
         if (whole != counts).any() and not self._draws_whole:
-            self._draws_whole = self.guard.draws_whole = True
-            self.guard.on = False
-            names, controller = engine.reward_names, type(self.controller).__name__
+            self._draws_whole = True
             logger.warning(
                 "%s compares the completions of a group: every group is drawn whole, in one round, and `%s` saves no completions of "
                 "it. If the score of each completion depends on that completion alone (and perhaps on chance), set "
                 "`compares_completions = False` on the function.",
-                " and ".join(f"`{names[column]}`" for column in self.comparing.columns),
-                controller,
+                " and ".join(f"`{engine.reward_names[column]}`" for column in self.comparing.columns),
+                type(self.controller).__name__,
             )
         return whole
 
@@ -334,8 +333,8 @@ class Rounds:
 
     def _divisible(self, counts: np.ndarray) -> np.ndarray:
         """
-        Counts whose sum all processes can share evenly, in whole groups if rewards compare completions: the first active prompts get more, in the unit of all counts, since
-        an engine may complete each prompt that many times.
+        Counts whose sum all processes can share evenly, in whole groups if rewards compare completions: the first active prompts get
+        more, in the unit of all counts, since an engine may complete each prompt that many times.
         """
         unit = np.gcd.reduce(counts)
         turns = cycle(np.flatnonzero(counts))

@@ -45,9 +45,8 @@ class Output:
     text: str
     tokens: int  # its length, the end token included
     truncated: bool  # whether the limit of tokens cut it off
-    prompt_end: str = (
-        ""  # the end of the prompt, as a chat template renders it; empty if the thinking is not in the text
-    )
+    # What a chat template puts at the end of the prompt; nothing if it is unknown, or the text holds no thinking
+    prompt_end: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class VLLMServer:
         """One completion of a text or of a conversation, with sampling settings in the server's names."""
         is_text = isinstance(prompt, str)
         path = "/v1/completions" if is_text else "/v1/chat/completions"
-        if self._chat_end is None and not is_text:
+        if self._chat_end is None and not isinstance(prompt, str):
             self._chat_end = await self._end_of_chat(http, prompt)
 
         def read(answer: dict) -> Output:
@@ -173,7 +172,7 @@ class VLLMServer:
             if not isinstance(text, str):
                 raise TypeError(f"{text!r} as a text")
             parsed = any(message.get(name) is not None for name in ("reasoning", "reasoning_content"))
-            end = prompt if is_text else "" if parsed else self._chat_end
+            end = "" if is_text or parsed else self._chat_end or ""
             return Output(text, int(answer["usage"]["completion_tokens"]), _check_reason(choice) == "length", end)
 
         return await self._request(
