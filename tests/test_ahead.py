@@ -19,6 +19,7 @@ from lze_trl.engine import Engine
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.record import open_run
 from lze_trl.rollout.rounds import Rounds
+from lze_trl.servers import generation
 from seeded_vllm import SeededVLLM
 
 
@@ -134,6 +135,24 @@ def test_a_reward_that_needs_signals_is_told_of_once_under_overlap(serve, tmp_pa
     assert (
         line.startswith("Groups wait for the slowest") and "'alarmed'" in line and "only works in main thread" in line
     )
+    assert_same(told(train(tmp_path / "plain", [serve()], overlap="one_step")), one)
+
+
+def test_a_reward_that_never_ends_in_another_thread_is_left_behind(serve, tmp_path, monkeypatch, caplog):
+    stuck = []
+
+    def endless(completions, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            stuck.append(threading.current_thread())
+            while True:
+                sum(range(1000))
+        return tiny.even_length_reward(completions)
+
+    monkeypatch.setattr(generation, "PATIENCE", 0.5)
+    one = told(train(tmp_path / "endless", [serve(delays=(0.0, 0.05))], reward=endless, overlap="one_step"))
+    assert sum("a reward has been computing for" in line for line in caplog.messages) == len(stuck) == 1
+    stuck[0].join(10)
+    assert not stuck[0].is_alive()
     assert_same(told(train(tmp_path / "plain", [serve()], overlap="one_step")), one)
 
 
