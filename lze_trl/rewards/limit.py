@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import thread_time
 from typing import Any
 
@@ -100,7 +100,7 @@ def in_time(function: Callable, *args: Any, seconds: float | None = None) -> Any
             _this_thread.left = max(0.0, left - max(0.0, thread_time() - begin - SURE_SECONDS))
 
 
-_functions: dict[str, Callable] = {}
+_functions: dict[str, Callable] = {}  # what the helper process can be asked for
 
 
 def in_main_thread(function: Callable) -> Callable:
@@ -123,31 +123,26 @@ class _Helper:
     """A process that computes what is asked for, one thing after the other. It starts when it is first needed, without a fork."""
 
     def __init__(self):
-        self.forget()
-
-    def forget(self):
-        """Begin anew, as after a fork: the process is that of the parent."""
-        self.lock, self.process = threading.Lock(), None
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
 
     def call(self, name: str, args: tuple) -> Any:
         with self.lock:
-            if self.process is None:
-                self.process = self._start()
-            stdin: Any = self.process.stdin
-            stdout: Any = self.process.stdout
-            try:
+            process, self.process = (
+                self.process or self._start(),
+                None,
+            )  # whatever happens now, its next answer is not another one's
+            stdin: Any = process.stdin
+            stdout: Any = process.stdout
+            with suppress(BrokenPipeError):
                 stdin.write(json.dumps([name, args, _this_thread.left]) + "\n")
                 stdin.flush()
-                answer = stdout.readline()
-            except BrokenPipeError:
-                answer = ""
-            if not answer:
-                stdout.close()
-                code, self.process = self.process.wait(), None
-                if code == -signal.SIGPROF:
-                    raise GradingTimeout
+            answer = stdout.readline()
+            if answer:
+                self.process = process
+            elif (code := process.wait()) != -signal.SIGPROF:
                 raise RuntimeError(f"The process that grades answers for other threads ended with exit code {code}.")
-        result, _this_thread.left, problem = json.loads(answer)
+        result, _this_thread.left, problem = json.loads(answer) if answer else (None, _this_thread.left, "slow")
         if problem is not None:
             raise GradingTimeout if problem == "slow" else RuntimeError(problem)
         return result
@@ -160,7 +155,9 @@ class _Helper:
 
 
 _helper = _Helper()
-os.register_at_fork(after_in_child=_helper.forget)
+os.register_at_fork(
+    after_in_child=lambda: vars(_helper).update(vars(_Helper()))
+)  # that of the parent is not the child's
 
 
 def serve():
@@ -168,9 +165,8 @@ def serve():
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever prints
     for line in sys.stdin:
         name, args, _this_thread.left = json.loads(line)
-        signal.setitimer(
-            signal.ITIMER_PROF, HELPER_SECONDS
-        )  # its signal ends the process, also within a computation in C
+        # Its signal ends the process, also within a computation in C
+        signal.setitimer(signal.ITIMER_PROF, HELPER_SECONDS)
         result, problem = None, None
         try:
             result = _functions[name](*args)
