@@ -132,12 +132,9 @@ def passed(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [float(ids[0] == PASS) for ids in completion_ids]
 
 
-def compared(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The same, said to need all completions of a round at once."""
+async def awaited(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """The same as a coroutine, which is called once a round has ended."""
     return passed(completion_ids)
-
-
-compared.compares_completions = True  # type: ignore[attr-defined]
 
 
 def train(run: Run) -> dict[str, float]:
@@ -186,7 +183,7 @@ def train(run: Run) -> dict[str, float]:
         trainer = Timed(
             model=Qwen2ForCausalLM(config),
             processing_class=tokenizer,
-            reward_funcs=compared if "rounds" in run.arm else passed,
+            reward_funcs=awaited if "rounds" in run.arm else passed,
             args=args,
             train_dataset=Dataset.from_list([{"prompt": f"{i:06d}"} for i in range(_BATCHES_A_PASS * run.prompts)]),
         )

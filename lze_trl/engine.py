@@ -11,7 +11,8 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from itertools import compress
+from functools import partial
+from itertools import compress, groupby
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,10 @@ from .batch import Batch
 from .memory.identity import ID_COLUMN
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
+from .rewards.grading import thinking_prefix
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
-from .rollout.guard import checked, is_alone
+from .rollout.guard import RewardNotes, checked, is_plain_function
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
 from .rollout.watch import watched
@@ -169,6 +171,11 @@ class Engine:
         return self._trainer.group_rewards
 
     @property
+    def reward_names(self) -> list[str]:
+        """Name of each reward function."""
+        return self._trainer.reward_func_names
+
+    @property
     def reward_weights(self) -> torch.Tensor:
         """Weight of each reward function, shape `(F,)`."""
         return self._trainer.reward_weights
@@ -184,6 +191,11 @@ class Engine:
         """What encodes text, without the part of a processor that reads images."""
         processing: Any = self._trainer.processing_class
         return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
+
+    @property
+    def _parses_responses(self) -> bool:
+        """Whether TRL parses the messages that the model writes."""
+        return any(getattr(self.tokenizer, f"response_{kind}", None) for kind in ("template", "schema"))
 
     @property
     def logprob_passes(self) -> int:
@@ -221,8 +233,28 @@ class Engine:
             return slow if passes and trainer.accelerator.device.type == "cuda" else None
         if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
             return "tools, environments or a `rollout_func` make the completions"
-        together = [n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_alone(f)]
-        return f"`{together[0]}` is a model, a coroutine, or compares completions" if together else None
+        together = [
+            n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_plain_function(f)
+        ]
+        return f"`{together[0]}` is a model, a coroutine, or a reward of whole groups" if together else None
+
+    def with_prefixes(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
+        """
+        Rows of the data with a column `thinking_prefix` for reward functions, if a prompt begins the thinking: the mark that does, see
+        [`~lze_trl.rewards.grading.thinking_prefix`]. Only the rendered prompt shows what the chat template adds.
+        """
+        trainer, tokenizer, rendered = self._trainer, self.tokenizer, prompts
+        if is_conversational({"prompt": prompts[0]}):
+            template = trainer.chat_template or trainer.processing_class.chat_template
+            if self._parses_responses or template is None:
+                return rows  # TRL takes the thinking out of the content; without a template, a `rollout_func` makes the prompts
+            settings = {"chat_template": template, "tools": trainer.tools or None, **trainer.chat_template_kwargs}
+            render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **settings)
+            rendered = [text for prompt, group in groupby(prompts) for text in [render(prompt)] * len([*group])]
+        prefixes = [thinking_prefix(prompt) for prompt in rendered]
+        if not any(prefixes):
+            return rows
+        return [row | {"thinking_prefix": prefix} for row, prefix in zip(rows, prefixes, strict=True)]
 
     def scored(
         self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
@@ -231,12 +263,12 @@ class Engine:
         Rewards of some completions, by plain reward functions on this process, shape `(n, F)`; NaN where not applicable. What the
         functions log is dropped.
         """
-        trainer, rows = self._trainer, as_given(inputs)
-        prompts = [row["prompt"] for row in rows]
+        trainer, prompts = self._trainer, [row["prompt"] for row in inputs]
+        rows = self.with_prefixes(as_given(inputs), prompts)
         completions: list[Any]
         tokenizer = self.tokenizer
         chat = is_conversational({"prompt": prompts[0]})
-        if chat and any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):  # as in TRL
+        if chat and self._parses_responses:
             answers = zip(completion_ids, prompt_ids, strict=True)
             completions = [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in answers]
         else:
@@ -250,6 +282,22 @@ class Engine:
         return torch.tensor(
             [[np.nan if value is None else value for value in column] for column in rewards], dtype=torch.float32
         ).T
+
+    def scored_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
+        """
+        What some reward functions give the completion at a row of each process without any other, shape `(W, U)`. What they log is
+        dropped, and they may fail.
+        """
+        trainer = self._trainer
+        names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
+        changes: dict[str, Any] = {name: [getattr(trainer, name)[column] for column in columns] for name in names}
+        named = zip(changes["reward_funcs"], changes["reward_func_names"], strict=True)
+        changes |= {"reward_funcs": [checked(*func, may_fail=True) for func in named], "reward_notes": RewardNotes()}
+        if trainer.environments is not None:
+            changes["environments"] = [trainer.environments[row]]
+        with altered(trainer, **changes) as view:
+            one = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
+            return view._calculate_rewards(*one).cpu().numpy()
 
     def start(self, request: Request, foresight: Any = None):
         """Let servers begin what was asked for, by the weights of the moment; [`finish`] then finds it under way."""
@@ -279,12 +327,13 @@ class Engine:
             self._trainer.vllm_generation.give_up()
 
     def finish(
-        self, request: Request, foresight: Any = None
+        self, request: Request, foresight: Any = None, may_fail: Sequence[int] = ()
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
         Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
-        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`].
+        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. The reward functions at some columns
+        `may_fail`.
         """
         trainer, (inputs, _) = self._trainer, request
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
@@ -298,7 +347,11 @@ class Engine:
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         noted = trainer.reward_notes
         noted.begin_round(len(inputs))
-        rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
+        funcs = list(trainer.reward_funcs)
+        for column in may_fail:
+            funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
+        with altered(trainer, reward_funcs=funcs) as view:
+            rewards = view._calculate_rewards(inputs, prompts, completions, completion_ids)
         reasons = failures(trainer.environments)
         if reasons:
             ids = [int(row[ID_COLUMN]) for row in inputs]

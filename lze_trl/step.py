@@ -160,6 +160,7 @@ class GenerationStep:
         with timed("rollout"):
             drawn = self.rounds.finish(pending, engine, wanted)
         self.ledger.visits_skipped += len(pending.plan.skipped)
+        self.ledger.rows_given_up += pending.rows_given_up
         if drawn is None:
             return self._nothing(pending.plan, engine)
         with timed("selection"):
@@ -300,6 +301,7 @@ class GenerationStep:
             "foresight": self.state.foresight.model,
             "gate": self.state.gate,
             "guard": self.rounds.guard,
+            "comparing": self.rounds.comparing,
             "passes": self.passes.stream,
             "advice": self.advice,
             "ledger": self.ledger,

@@ -35,6 +35,7 @@ from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
+from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
 from .rollout.guard import RewardError, RewardNotes, checked, of_all
@@ -208,7 +209,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.generation_step = GenerationStep(
             args,
             self.passes,
-            Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator),
+            Rounds(
+                args, controller, self.passes, self.prompt_state, rule, self.accelerator, Comparing(self.reward_funcs)
+            ),
             controller,
             self.prompt_state,
             selector,
@@ -339,6 +342,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
         # rewards of whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
+        seen = Engine(self).with_prefixes(seen, prompts)
         notes = self.reward_notes if self.model.training else None
         ballots: dict[int, list] = {} if notes is None else notes.ballots
         ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed

@@ -1,10 +1,14 @@
 """Looking ahead to the next round: it saves time, and changes nothing."""
 
+import logging
 import shutil
+import threading
+from collections import Counter
 
 import numpy as np
 import pandas as pd
 import pytest
+from math_verify.utils import timeout
 from transformers import TrainerCallback
 
 import nodes_run
@@ -15,6 +19,7 @@ from lze_trl.engine import Engine
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.record import open_run
 from lze_trl.rollout.rounds import Rounds
+from lze_trl.servers import generation
 from seeded_vllm import SeededVLLM
 
 
@@ -35,16 +40,29 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
-def train(directory, servers, resume=False, callbacks=(), chat=False, reward=tiny.even_length_reward, **settings):
+def train(
+    directory,
+    servers,
+    resume=False,
+    callbacks=(),
+    chat=False,
+    reward=tiny.even_length_reward,
+    tokenizer=None,
+    **settings,
+):
     """Three batches of 6 prompts × 4 by vLLM servers."""
-    tokenizer = tiny.tokenizer()
-    if chat:
+    chat, tokenizer = chat or tokenizer is not None, tokenizer or tiny.tokenizer()
+    if chat and "add_generation_prompt" not in tokenizer.chat_template:
         tokenizer.response_template = RESPONSE
     own = nodes_run.served(directory, *(server.url for server in servers))
     own |= {"generation_batch_size": 24, "max_steps": 6, "learning_rate": 1e-3}
     if "strategy" not in settings:
         own["controller_kwargs"] = {"control": 0.0}  # in two rounds from the first batch on
-    given = {"processing_class": tokenizer, "eval_dataset": tiny.prompts(3), "callbacks": list(callbacks)}
+    given = {
+        "processing_class": tokenizer,
+        "eval_dataset": tiny.prompts(3, conversational=chat),
+        "callbacks": list(callbacks),
+    }
     data = tiny.prompts(12, conversational=chat)
     trainer = tiny.make(directory / "run", reward_funcs=reward, dataset=data, trainer=given, **own | settings)
     trainer.train(resume_from_checkpoint=resume)
@@ -91,15 +109,66 @@ def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     assert begun_early(slow) or "strategy" in settings
 
 
-def test_a_reward_that_compares_completions_waits_for_whole_rounds_and_says_so(serve, tmp_path, caplog):
-    def ranked(completions, **kwargs):
+@pytest.mark.parametrize("overlap", ["none", "one_step"])
+def test_a_reward_that_compares_completions_is_found_and_gets_whole_groups(serve, tmp_path, caplog, overlap):
+    sizes, server = [], serve(delays=(0.0, 0.1))
+
+    def ranked(prompts, completions, **kwargs):
+        sizes.append([completions and prompts.count(prompt) for prompt in prompts])
+        lengths = pd.Series([len(text) + text.count("a") / 100 for text in completions])
+        return lengths.groupby(prompts).rank(pct=True).tolist()
+
+    trainer = train(tmp_path, [server], reward=ranked, overlap=overlap)
+    told = [i for i, line in enumerate(caplog.messages) if "`ranked` compares the completions of a group" in line]
+    assert len(told) == 1 and trainer.ledger.rows_given_up > 0
+    assert sum(counts == [4] * 24 for counts in sizes) == 3 and sizes[-1] == [4] * 24
+
+
+def test_a_reward_that_needs_signals_is_told_of_once_under_overlap(serve, tmp_path, caplog):
+    def alarmed(completions, **kwargs):
+        return timeout(5)(tiny.even_length_reward)(completions)
+
+    caplog.set_level(logging.WARNING)
+    server = serve(delays=(0.0, 0.05))
+    one = told(train(tmp_path / "alarmed", [server], reward=alarmed, overlap="one_step"))
+    (line,) = (line for line in caplog.messages if "SIGALRM" in line)
+    assert (
+        line.startswith("Groups wait for the slowest") and "'alarmed'" in line and "only works in main thread" in line
+    )
+    assert_same(told(train(tmp_path / "plain", [serve()], overlap="one_step")), one)
+
+
+def test_a_reward_that_never_ends_in_another_thread_is_left_behind(serve, tmp_path, monkeypatch, caplog):
+    stuck = []
+
+    def endless(completions, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            stuck.append(threading.current_thread())
+            while True:
+                sum(range(1000))
         return tiny.even_length_reward(completions)
 
-    ranked.compares_completions = True
-    server = serve(delays=(0.0, 0.1))
-    train(tmp_path, [server], reward=ranked)
-    assert not begun_early(server)
-    assert sum("`ranked` is a model, a coroutine, or compares completions" in line for line in caplog.messages) == 1
+    monkeypatch.setattr(generation, "PATIENCE", 0.5)
+    one = told(train(tmp_path / "endless", [serve(delays=(0.0, 0.05))], reward=endless, overlap="one_step"))
+    assert sum("a reward has been computing for" in line for line in caplog.messages) == len(stuck) == 1
+    stuck[0].join(10)
+    assert not stuck[0].is_alive()
+    assert_same(told(train(tmp_path / "plain", [serve()], overlap="one_step")), one)
+
+
+def test_rewards_learn_that_the_chat_template_begins_the_thinking(serve, tmp_path):
+    threads = Counter()
+
+    def thinks(completions, thinking_prefix, **kwargs):
+        threads[threading.current_thread() is threading.main_thread()] += 1
+        assert thinking_prefix == ["<think>\n"] * len(completions)
+        return tiny.even_length_reward(completions)
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    settings = {"overlap": "one_step", "eval_strategy": "steps", "eval_steps": 2}
+    train(tmp_path, [serve(delays=(0.0, 0.05))], tokenizer=tokenizer, reward=thinks, **settings)
+    assert threads[True] > 6 and threads[False]
 
 
 def test_without_servers_on_a_gpu_each_round_is_a_pass_and_that_is_said_once(tmp_path, monkeypatch, caplog):

@@ -49,7 +49,7 @@ ROOMS = {
     "checks": "config memory plan prompt_checks rollout select",
     "checkpoint": "files",
     "hub": "app checkpoint files record remote version",
-    "engine": "batch checks evaluation memory pack rollout select",
+    "engine": "batch checks evaluation memory pack rewards rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",

@@ -9,6 +9,7 @@ import shutil
 from functools import partial
 from types import SimpleNamespace
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,7 @@ from lze_trl.evaluation.statistics import estimate, majority, mean_over_tasks, p
 from lze_trl.evaluation.tasks import Problem, Task, find_tasks, load_problems
 from lze_trl.job.cli import main
 from lze_trl.record.evaluations import FILE, read_results, rows_of, text_table
+from lze_trl.servers.client import VLLMServer
 
 
 def problems(count: int = 6) -> list[Problem]:
@@ -43,6 +45,56 @@ def run(text, folder, tasks=None, samples=1, temperature=None, **kwargs):
     decoding = Decoding(temperature=temperature, max_tokens=8, chat=False)
     evaluation = Evaluation(tasks or {"sums": problems()}, decoding, samples, **kwargs)
     return evaluation.run(SimpleNamespace(name="answering", generate=generate), folder, progress=False)
+
+
+# ---- Thinking that the prompt begins ----
+
+THOUGHT = [r"First \boxed{0}", r"First \boxed{7}</think>\boxed{0}", r"First \boxed{0}</think>\boxed{7}"]
+
+
+def graded(engine, tmp_path, chat=True):
+    """Rewards and answers of three samples whose right answer is 0."""
+    prompt = [{"role": "user", "content": "0+0="}] if chat else "0+0=<think>"
+    evaluation = Evaluation({"sums": [Problem("0", prompt, "0")]}, Decoding(temperature=1.0, max_tokens=8), 3)
+    evaluation.run(engine, tmp_path, progress=False)
+    return [(sample.reward, sample.answer) for sample in read_samples(tmp_path / "sums.jsonl")]
+
+
+def test_a_thought_that_the_chat_template_begins_and_nothing_ends_is_no_answer(tmp_path, monkeypatch):
+    tokenizer = tiny.tokenizer(tiny.ALPHABET + "<>")
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>{% endif %}"
+    model = tiny.model()
+    model.resize_token_embeddings(len(tokenizer))
+    engine = TransformersEngine(model, tokenizer, 3, "thinking")
+    texts = iter(THOUGHT * 2)
+    monkeypatch.setattr(engine, "_read", lambda row, decoding: Output(next(texts), 5, False))
+    for chat in (True, False):
+        assert graded(engine, tmp_path, chat) == [(0.0, ""), (1.0, "0"), (0.0, "7")]
+
+
+@pytest.mark.parametrize("mode", ["text", "parsed", "silent"])
+def test_servers_say_how_the_chat_template_ends_the_prompt(tmp_path, mode):
+    def answer(request):
+        if request.url.path == "/tokenize":
+            assert json.loads(request.content)["messages"][0]["content"] == "0+0="
+            tokens = {"token_strs": ["0+0=", "<th", "ink>", "\u010a"]}
+            return httpx2.Response(404) if mode == "silent" else httpx2.Response(200, json=tokens)
+        text = next(texts)
+        thought, _, rest = text.partition("</think>")
+        message = {"content": rest or None, "reasoning": thought} if mode == "parsed" else {"content": text}
+        choice = {"message": message, "finish_reason": "stop"}
+        return httpx2.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 5}})
+
+    def generate(requests, decoding):
+        async def ask():
+            async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as http:
+                return [(one, await server.answer(http, one.problem.prompt, {})) for one in requests]
+
+        return asyncio.run(ask())
+
+    texts, server = iter(THOUGHT), VLLMServer("http://127.0.0.1:1", 5.0)
+    found = graded(SimpleNamespace(name="served", generate=generate), tmp_path)
+    assert found == [(1.0, "0") if mode == "silent" else (0.0, ""), (1.0, "0"), (0.0, "7")]
 
 
 # ---- Statistics ----

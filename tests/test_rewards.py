@@ -2,9 +2,9 @@
 
 import logging
 import signal
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +14,7 @@ from trl.rewards import get_soft_overlong_punishment, think_format_reward
 from lze_trl import rewards
 from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, grading, limit
 from lze_trl.rewards.limit import GradingTimeout
+from lze_trl.rewards.majority import same_answer
 
 
 def conversation(text):
@@ -186,12 +187,67 @@ def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():
         limit.in_time(lambda: 9 ** (9**9), seconds=0.1)
 
 
-def test_other_threads_grade_without_a_limit():
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(accuracy_reward([r"\boxed{54/2}", "28"], ["27"] * 2)))
-    thread.start()
-    thread.join()
-    assert found == [1.0, 0.0]
+def in_another_thread(function, *args):
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function, *args).result()
+
+
+def test_the_limits_hold_in_every_thread(counters, monkeypatch):
+    slow = rf"So it is \boxed{{{ENDLESS[0]}}}."
+    assert in_another_thread(accuracy_reward, [slow, r"\boxed{54/2}", "28"], ["27"] * 3) == [None, 1.0, 0.0]
+    assert counters[functions.SLOW_ANSWER] == 1
+    monkeypatch.setattr(limit, "BATCH_SECONDS", 0.0)
+    endless = [rf"\boxed{{(x+y+z+1)^{{{310 + i}}}}}" for i in range(4)]
+    assert in_another_thread(accuracy_reward, [*endless, "27"], ["27"] * 5) == [None] * 4 + [1.0]
+    assert not in_another_thread(same_answer, ENDLESS[0], "28") and in_another_thread(same_answer, "0.5", r"\frac12")
+
+
+HOOK = """
+import itertools
+from lze_trl.rewards import functions, limit
+own, limit.HELPER_SECONDS = limit._functions["_graded"], 1.0
+limit._functions["_graded"] = lambda text, gold: all(itertools.repeat(True)) if text == "C" else own(text, gold)
+"""
+
+
+def test_a_computation_in_c_that_no_signal_handler_ends_is_ended_in_other_threads(tmp_path, counters, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(limit, "_helper", limit._Helper())
+    assert in_another_thread(accuracy_reward, ["C", "27", "C"], ["27"] * 3) == [None, 1.0, None]
+
+
+# What a prompt may end with, what may end the thinking, and what the completion of a template of gpt-oss shows
+MARKS = [
+    ("<think>\n", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+]
+MARKS += [("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>")]
+MARKS += [("<|channel>thought\n", "<channel|>"), ("◁think▷", "◁/think▷"), ("<|START_THINKING|>", "<|END_THINKING|>")]
+
+
+@pytest.mark.parametrize(("begin", "end"), MARKS)
+def test_an_unfinished_thought_is_no_answer_wherever_it_was_begun(begin, end):
+    cut, done = r"First \boxed{27}. But wait", rf"First \boxed{{3}}. {end} So \boxed{{27}}"
+    assert [score("27", begin + text) for text in (cut, done)] == [0.0, 1.0]
+    for shown in ({"prompts": [f"9 + 18? {begin}"] * 2}, {"prompts": [[]] * 2, "thinking_prefix": [begin] * 2}):
+        assert accuracy_reward([cut, done], ["27"] * 2, **shown) == [0.0, 1.0]
+        assert exact_match_reward(["27"], ["27"], **{name: values[:1] for name, values in shown.items()}) == [0.0]
+        ballots = MajorityReward().read([cut, done], [False, False], **shown)
+        assert [ballot.vote for ballot in ballots] == [None, "27"]
+    told = [[{"role": role, "content": f"Think in {begin}"}] for role in ("user", "assistant")]
+    assert accuracy_reward([cut, cut], ["27"] * 2, prompts=told) == [1.0, 0.0]  # an instruction begins no thought
+
+
+def test_what_is_left_of_a_thought_without_its_special_tokens_is_no_answer():
+    texts = [
+        r"analysisWe get \boxed{27}",
+        r"analysisWe get \boxed{3}assistantfinal\boxed{27}",
+        r"analysis: \boxed{27}",
+    ]
+    assert accuracy_reward(texts, ["27"] * 3) == [0.0, 1.0, 1.0]
 
 
 def test_grading_leaves_alarms_and_handlers_as_they_are():

@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ from .tasks import Problem
 
 logger = logging.getLogger(__name__)
 
+_TAIL = 32  # tokens at the end of a prompt, in which a chat template may begin the thinking
 # In vLLM's words
 _TOO_LONG = re.compile(r"maximum context(\s|\\n)+length|maximum model length|max_tokens must be at least 1")
 
@@ -139,7 +140,9 @@ class TransformersEngine:
                 stopping_criteria=StoppingCriteriaList(criteria),
                 synced_gpus=self.synced,
             )
-        return [self._read(row, decoding) for row in rows[:, longest:].tolist()]
+        ends = [str(self.tokenizer.decode(prompt[-_TAIL:])) for prompt in prompts]
+        outputs = [self._read(row, decoding) for row in rows[:, longest:].tolist()]
+        return [replace(output, prompt_end=end) for output, end in zip(outputs, ends, strict=True)]
 
     def _read(self, row: list[int], decoding: Decoding) -> Output:
         end = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), None)

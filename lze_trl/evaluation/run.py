@@ -17,6 +17,7 @@ from trl.trainer.utils import get_callable_name
 from ..files import write_atomically
 from ..record.evaluations import FILE
 from ..rewards import RewardFunction, accuracy_reward, reasoning_gym_reward
+from ..rewards.grading import after_thinking, thinking_prefix
 from ..rewards.gym import COLUMN
 from .engines import Sampler, SampleRequest
 from .settings import Decoding, EvaluationError
@@ -104,7 +105,12 @@ class Evaluation:
         answers = engine.generate(requests, self.decoding)
         for request, output in tqdm(answers, total=len(requests), desc=task, disable=None if progress else True):
             problem, reached = request.problem, (output.tokens, output.truncated, output.text)
-            scored = (*score(self.reward, problem, output.text), *reached, problem.gold, problem.prompt)
+            scored = (
+                *score(self.reward, problem, output.text, output.prompt_end),
+                *reached,
+                problem.gold,
+                problem.prompt,
+            )
             samples[problem.id, request.sample] = Sample(problem.id, request.sample, *scored)
         return [samples[request.problem.id, request.sample] for request in requests]
 
@@ -136,14 +142,20 @@ def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, 
     return {metric: values for metric, values in metrics.items() if values}, counts
 
 
-def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | None, str]:
-    """What the reward, or the problem's own verifier, says of a completion, and the answer that it has."""
+def score(reward: RewardFunction, problem: Problem, text: str, prompt_end: str = "") -> tuple[float | None, str]:
+    """
+    What the reward, or the problem's own verifier, says of a completion, and the answer that it has. The thinking may begin at the
+    `prompt_end`, the end of the prompt as it was rendered.
+    """
+    prefix = thinking_prefix(prompt_end)
+    told: dict[str, Any] = {"thinking_prefix": [prefix]} if prefix else {}
     answers: list[str] = []
     reward = reward if problem.columns.get(COLUMN) is None else reasoning_gym_reward
     completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
     values: Any = reward(
         **{name: [value] for name, value in problem.columns.items()},
         prompts=[problem.prompt],
+        **told,
         completions=[completion],
         solution=[problem.gold],
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
@@ -154,4 +166,4 @@ def score(reward: RewardFunction, problem: Problem, text: str) -> tuple[float | 
             values = thread.submit(asyncio.run, values).result()
     (value,) = values
     value = None if value is None else float(value)  # of NumPy, or a tensor
-    return value, answers[0] if answers else text.strip()
+    return value, answers[0] if answers else after_thinking(prefix + text).strip()

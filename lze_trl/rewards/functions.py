@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .grading import Answer, equal, gold_texts, last_boxed, read_answer, read_gold
-from .limit import GradingTimeout, budget, in_time
+from .grading import Answer, equal, gold_texts, last_boxed, read_answer, read_gold, thinking_prefix
+from .limit import GradingTimeout, budget, in_main_thread, in_time
 
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,25 @@ def is_placeholder(gold: str) -> bool:
     return _PLACEHOLDER.fullmatch(gold) is not None
 
 
+def answer_texts(completions: Sequence[Completion], given: dict[str, Any]) -> list[str]:
+    """
+    Texts of completions, each after the mark with which its prompt begins the thinking. Of what else is `given` to a reward, the column
+    `thinking_prefix` says so, with which [`LZEGRPOTrainer`] tells what the chat template adds; without it, the prompts do.
+    """
+    texts = [completion_text(completion) for completion in completions]
+    prefixes = given.get("thinking_prefix")
+    if prefixes is None:
+        prefixes = [thinking_prefix(_begun(prompt)) for prompt in given.get("prompts") or [""] * len(texts)]
+    return [prefix + text for prefix, text in zip(prefixes, texts, strict=True)]
+
+
+def _begun(prompt: Completion) -> str:
+    """What a completion goes on with, as far as the prompt shows it: a text, or the message of an assistant."""
+    return completion_text(
+        prompt if isinstance(prompt, str) or (prompt[-1:] and prompt[-1]["role"] == "assistant") else ""
+    )
+
+
 def accuracy_reward(
     completions: list[Completion],
     solution: list[str | float | None],
@@ -115,7 +134,8 @@ def accuracy_reward(
     ```
     """
     with budget():
-        grades = [grade(completion_text(text), gold) for text, gold in zip(completions, solution, strict=True)]
+        texts = answer_texts(completions, kwargs)
+        grades = [grade(text, gold) for text, gold in zip(texts, solution, strict=True)]
     if log_extra is not None:
         log_extra("answer", [grade.answer for grade in grades])
     labelled = [grade.score for grade, gold in zip(grades, solution, strict=True) if gold is not None]
@@ -126,19 +146,25 @@ def accuracy_reward(
 
 def grade(completion: str, gold: Any) -> Grade:
     """Compare the answer of a completion with a gold answer, or a list of them. Counts what cannot be read, or not in time."""
-    answers = [answer for answer in map(read_gold, gold_texts(gold)) if answer is not None]
-    if not answers:
-        if gold is not None:
-            warn_of(UNREADABLE_GOLD, gold)
-        return Grade(None)
-    if text is not None and is_placeholder(text):
+    golds = gold_texts(gold)
+    if any(map(is_placeholder, golds)):
         warn_of(PLACEHOLDER_GOLD, gold)
     try:
-        return in_time(_compared, answers, completion)
+        found = _graded(completion, golds) if golds else None
     except GradingTimeout:
         shown = last_boxed(completion) or completion.strip()[-100:]
         warn_of(SLOW_ANSWER, shown)
         return Grade(None, shown, True)
+    if found is None and gold is not None:
+        warn_of(UNREADABLE_GOLD, gold)
+    return Grade(None) if found is None else Grade(*found)
+
+
+@in_main_thread
+def _graded(completion: str, golds: list[str]) -> Grade | None:
+    """The grade of a completion, or nothing if no gold answer can be read."""
+    answers = [answer for answer in map(read_gold, golds) if answer is not None]
+    return in_time(_compared, answers, completion) if answers else None
 
 
 def _compared(golds: list[Answer], completion: str) -> Grade:
@@ -156,5 +182,5 @@ def exact_match_reward(
     answer, or one of a list of them, with any white space around it, 0.0 for anything else, and `None` where there is none.
     """
     golds = [gold_texts(gold) for gold in solution]
-    texts = [completion_text(completion).strip() for completion in completions]
+    texts = [text.strip() for text in answer_texts(completions, kwargs)]
     return [float(text in gold) if gold else None for text, gold in zip(texts, golds, strict=True)]

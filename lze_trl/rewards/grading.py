@@ -61,6 +61,18 @@ _LATEX = (
     ),
 )
 
+_THOUGHTS = {  # marks around the thinking of models, and of gpt-oss also what is left when special tokens are skipped
+    r"<(?:seed:)?think(?:ing)?>": r"</(?:seed:)?think(?:ing)?>",
+    r"<(?:thought|reasoning)>": r"</(?:thought|reasoning)>",
+    r"\[THINK\]": r"\[/THINK\]",
+    r"◁think▷": r"◁/think▷",
+    r"<\|(?:begin_of_thought|START_THINKING)\|>": r"<\|(?:end_of_thought|END_THINKING)\|>",
+    r"<\|channel>thought": r"<channel\|>",
+    r"<\|channel\|>analysis(?:<\|message\|>)?": r"<\|channel\|>final(?:<\|message\|>)?",
+    r"\Aanalysis(?=[A-Z\d])": r"\Aanalysis(?=[A-Z\d])(?s:.*)assistantfinal",
+}
+_THOUGHT_BEGIN, _THOUGHT_END = ("|".join(marks) for marks in (_THOUGHTS.keys(), _THOUGHTS.values()))
+
 _ANNOUNCEMENT = re.compile(
     r"""(?:
         \b(?:answers?|(?:correct|right|best)\s+(?:option|choice))\b
@@ -193,8 +205,20 @@ def marked_answer(text: str) -> str | None:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the thinking (`</think>`); nothing of one that was cut off."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """
+    What follows the thinking, as `</think>` or the mark of another model ends it; nothing of one that was cut off. Where the prompt
+    begins the thinking, put its [`thinking_prefix`] before the text.
+    """
+    *_, end = [None, *re.finditer(_THOUGHT_END, text)]
+    rest = text if end is None else text[end.end() :]
+    begin = re.search(_THOUGHT_BEGIN, rest)
+    return rest if begin is None else rest[: begin.start()]
+
+
+def thinking_prefix(prompt: str) -> str:
+    """The mark at the end of a prompt that begins the thinking, as chat templates of reasoning models put it there; or nothing."""
+    begin = re.search(rf"(?:{_THOUGHT_BEGIN})\s*\Z", prompt[-100:])
+    return "" if begin is None else begin[0]
 
 
 def final_part(text: str) -> str:

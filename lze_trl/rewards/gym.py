@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from ..names import near
-from .functions import Completion, completion_text
-from .grading import last_boxed
-from .limit import budget, in_time
+from .functions import Completion, answer_texts
+from .grading import after_thinking, last_boxed
+from .limit import budget, in_main_thread, in_time
 
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ def reasoning_gym_reward(
     """
     with budget():
         return [
-            None if entry is None else _score(completion_text(completion), json.loads(entry))
-            for completion, entry in zip(completions, reasoning_gym, strict=True)
+            None if entry is None else _score(after_thinking(text), json.loads(entry))
+            for text, entry in zip(answer_texts(completions, kwargs), reasoning_gym, strict=True)
         ]
 
 
@@ -72,9 +72,13 @@ def _score(text: str, entry: dict[str, Any]) -> float:
     tagged = _ANSWER.findall(text)
     boxed = last_boxed(text)
     answer = tagged[-1] if tagged else text if boxed is None else boxed
-    verifier = _verifier(entry["metadata"]["source_dataset"])
     try:
-        return float(in_time(verifier.score_answer, answer.strip(), entry))
+        return _verified(answer.strip(), entry)
     except Exception as error:  # many verifiers raise where an answer is not of the form that they expect
         logger.debug("An answer has 0: %r", error)
         return 0.0
+
+
+@in_main_thread
+def _verified(answer: str, entry: dict[str, Any]) -> float:
+    return float(in_time(_verifier(entry["metadata"]["source_dataset"]).score_answer, answer, entry))

@@ -3,13 +3,18 @@ Limits of computing time for answers that SymPy would compute for minutes.
 
 The time is that of the thread on the processor, so a busy machine makes no difference. An interruption arrives between two Python
 instructions, in regular expressions and in arithmetic, and again until the computation ends: whatever catches exceptions on the way
-cannot stop it. Signals reach the main thread only, in which rewards are computed; other threads have no limit.
+cannot stop it. Signals reach the main thread only: what another thread asks for is computed by the main thread of a helper process.
 """
 
+import functools
+import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import thread_time
 from typing import Any
 
@@ -22,6 +27,9 @@ ANSWER_SECONDS = 1.0
 BATCH_SECONDS = 10.0
 SURE_SECONDS = 0.1
 """What the answers of a batch may take together beyond the second number, which each of them has in any case."""
+
+HELPER_SECONDS = 10.0
+"""Computing time after which the system ends a helper process, whatever it is in."""
 
 _TICK = 0.05
 
@@ -90,3 +98,82 @@ def in_time(function: Callable, *args: Any, seconds: float | None = None) -> Any
         _this_thread.runs = False
         if left is not None:
             _this_thread.left = max(0.0, left - max(0.0, thread_time() - begin - SURE_SECONDS))
+
+
+_functions: dict[str, Callable] = {}  # what the helper process can be asked for
+
+
+def in_main_thread(function: Callable) -> Callable:
+    """
+    A function that computes in a main thread, so that [`in_time`] limits it: in another thread, it is called in the helper process.
+    Arguments and result must be what JSON can express; tuples come back as lists.
+    """
+    _functions[function.__qualname__] = function
+
+    @functools.wraps(function)
+    def called(*args: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return function(*args)
+        return _helper.call(function.__qualname__, args)
+
+    return called
+
+
+class _Helper:
+    """A process that computes what is asked for, one thing after the other. It starts when it is first needed, without a fork."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
+
+    def call(self, name: str, args: tuple) -> Any:
+        with self.lock:
+            process, self.process = (
+                self.process or self._start(),
+                None,
+            )  # whatever happens now, its next answer is not another one's
+            stdin: Any = process.stdin
+            stdout: Any = process.stdout
+            with suppress(BrokenPipeError):
+                stdin.write(json.dumps([name, args, _this_thread.left]) + "\n")
+                stdin.flush()
+            answer = stdout.readline()
+            if answer:
+                self.process = process
+            elif (code := process.wait()) != -signal.SIGPROF:
+                raise RuntimeError(f"The process that grades answers for other threads ended with exit code {code}.")
+        result, _this_thread.left, problem = json.loads(answer) if answer else (None, _this_thread.left, "slow")
+        if problem is not None:
+            raise GradingTimeout if problem == "slow" else RuntimeError(problem)
+        return result
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "from lze_trl.rewards.limit import serve; serve()"]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        return subprocess.Popen(command, **pipes, env=environment, text=True, encoding="utf-8", start_new_session=True)
+
+
+_helper = _Helper()
+os.register_at_fork(
+    after_in_child=lambda: vars(_helper).update(vars(_Helper()))
+)  # that of the parent is not the child's
+
+
+def serve():
+    """Be the helper process: compute what comes on standard input, a line of JSON each, until it ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # whatever prints
+    for line in sys.stdin:
+        name, args, _this_thread.left = json.loads(line)
+        # Its signal ends the process, also within a computation in C
+        signal.setitimer(signal.ITIMER_PROF, HELPER_SECONDS)
+        result, problem = None, None
+        try:
+            result = _functions[name](*args)
+        except GradingTimeout:
+            problem = "slow"
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(json.dumps([result, _this_thread.left, problem]) + "\n")
+        answers.flush()

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from .functions import Completion, Grade, completion_text, grade
+from .functions import Completion, Grade, answer_texts, grade
 from .grading import equal, final_part, is_blank, last_boxed, read_gold, shown_words
-from .limit import GradingTimeout, budget, in_time
+from .limit import GradingTimeout, budget, in_main_thread, in_time
 
 
 Labelled = Literal["gold", "none"]
@@ -67,8 +67,13 @@ def same_answer(one: str, other: str) -> bool:
     Votes of a group are compared again in every round: what was found is remembered.
     """
     with suppress(GradingTimeout):
-        return one == other or in_time(_equal_texts, one, other)
+        return one == other or _equal_votes(one, other)
     return False
+
+
+@in_main_thread
+def _equal_votes(one: str, other: str) -> bool:
+    return in_time(_equal_texts, one, other)
 
 
 def _equal_texts(one: str, other: str) -> bool:
@@ -143,7 +148,7 @@ class MajorityReward:
         Read completions, whichever groups they belong to. `solution` are gold answers, `None` for a prompt without; `log_extra`
         receives the column `vote`.
         """
-        texts = [completion_text(completion) for completion in completions]
+        texts = answer_texts(completions, kwargs)
         votes = [read_vote(text, cut) for text, cut in zip(texts, truncated, strict=True)]
         if log_extra is not None:
             log_extra("vote", ["" if vote is None else vote for vote in votes])

@@ -1,7 +1,6 @@
 """Looking ahead: the completions that the next round will ask for, while those of this round still come in."""
 
 import copy
-import logging
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,6 @@ import numpy as np
 from ..batch import Batch
 from .controllers import ask
 
-
-logger = logging.getLogger(__name__)
 
 _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
 
@@ -48,7 +45,7 @@ class LookAhead:
         try:
             return self._wanted(new)
         except Exception as error:  # raised again where the round is scored, if it is the user's
-            logger.info("The next round is not looked ahead to: %s: %s", type(error).__name__, error)
+            self.rounds.cannot_look_ahead(error)
             self._failed = True
             return []
 

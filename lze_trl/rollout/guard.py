@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import math
 import reprlib
 from collections import defaultdict
@@ -15,6 +16,9 @@ from torch import nn
 
 from .episodes import failures
 from .settling import GroupReward
+
+
+logger = logging.getLogger(__name__)
 
 
 class RewardError(ValueError):
@@ -48,10 +52,15 @@ class RewardNotes:
         return taken
 
 
-def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> Any:
+FAILED = -1e30
+"""Stands for the score of a completion where a reward function that may fail does: no reward is like it."""
+
+
+def checked(reward_func: Any, name: str, notes: RewardNotes | None = None, may_fail: bool = False) -> Any:
     """
     A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
-    exception says `name`. A reward model is left as it is. What it logs goes into the `notes`, if they are given, and else to TRL.
+    exception says `name`, or gives every completion `FAILED` if it `may_fail`. A reward model is left as it is. What it logs goes
+    into the `notes`, if they are given, and else to TRL.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
     """
@@ -81,7 +90,9 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
             yield
         except Exception as error:
             error.add_note(f"Raised by the reward function '{name}'.")
-            raise
+            if not may_fail:
+                raise
+            logger.info("A part of a group has no score.", exc_info=True)
 
     def guarded(*args, **kwargs):
         with noted():
@@ -89,6 +100,7 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
             if not given["completions"]:  # all episodes have failed
                 return of_all([], reasons)
             return of_all(_scores(reward_func(*args, **given), name, given), reasons)
+        return [FAILED] * len(kwargs["completions"])
 
     async def guarded_later(*args, **kwargs):
         with noted():
@@ -96,20 +108,17 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
             if not given["completions"]:
                 return of_all([], reasons)
             return of_all(_scores(await reward_func(*args, **given), name, given), reasons)
+        return [FAILED] * len(kwargs["completions"])
 
-    return guarded_later if _is_async(reward_func) else guarded
-
-
-def is_alone(reward_func: Any) -> bool:
-    """
-    Whether a reward function can score one completion without the others: a plain function that is not marked by an attribute
-    `compares_completions`.
-    """
-    marked = getattr(reward_func, "compares_completions", False)
-    return not (marked or isinstance(reward_func, (nn.Module, GroupReward)) or _is_async(reward_func))
+    return guarded_later if is_async(reward_func) else guarded
 
 
-def _is_async(func: Any) -> bool:
+def is_plain_function(reward_func: Any) -> bool:
+    """Whether a reward function can be called for some completions at any time: a plain function."""
+    return not (isinstance(reward_func, (nn.Module, GroupReward)) or is_async(reward_func))
+
+
+def is_async(func: Any) -> bool:
     """Whether calling a function, or an object with `__call__`, returns a coroutine."""
     while isinstance(func, functools.partial):
         func = func.func

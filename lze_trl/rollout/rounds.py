@@ -23,6 +23,7 @@ from ..memory.state import PromptState
 from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
+from .comparing import Comparing
 from .controllers import Gate, RolloutController, ask, ask_more
 from .estimates import mean_over_full_batch, represented, uniform_sample
 from .payoff import GateGuard, gated
@@ -44,12 +45,15 @@ class Pending:
     """A generation batch that is under way: completions were asked for, and nothing is known of them yet."""
 
     plan: Plan
+    generation: int
     rng: np.random.Generator
     lots: np.ndarray  # a random number of each prompt that was planned
     request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
     ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
     round: int = 0
+    in_parts: bool = False  # whether the round under way brings a process a part of a group
+    rows_given_up: int = 0  # completions that were drawn in vain
     # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `begun` and `finished`: chances,
     # see `RolloutController.chances`, of round 0 and of a later one
     given: np.ndarray | None = None
@@ -80,15 +84,17 @@ class Rounds:
     state: PromptState
     rule: OutcomeRule
     accelerator: Accelerator
+    comparing: Comparing
 
     def __post_init__(self):
         self._in_rounds = False  # that groups wait for each other was told
+        self._draws_whole = False  # that a reward compares completions was told
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
         """Ask for the first round of a plan."""
         lots = keyed_rng(self.args.seed, generation, "control").random(plan.num_prompts)
-        pending = Pending(plan, keyed_rng(self.args.seed, generation, "rollouts"), lots)
+        pending = Pending(plan, generation, keyed_rng(self.args.seed, generation, "rollouts"), lots)
         if self.passes.by_prompt:
             self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
@@ -108,7 +114,12 @@ class Rounds:
                 raise ValueError(
                     f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch."
                 )
-            parts.append(self._collect(pending, engine))
+            part = self._collect(pending, engine)
+            if part is None:
+                self._begin_again(pending, parts, engine)
+                parts = []
+                continue
+            parts.append(part)
             if not self.passes.by_prompt:
                 return self._settled(parts[0], engine)
             drawn = self._joined(parts, pending.plan, engine, final=False)
@@ -131,13 +142,16 @@ class Rounds:
         counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
         chances = self.controller.chances(pending.round, prompts, drawn)
         chances = None if chances is None else np.where(counts > 0, chances, 0.0)
+        if self.comparing.columns:
+            counts, chances = self._whole(counts, drawn, engine), None if pending.round else chances
         counts = self._divisible(counts) if counts.any() else counts
         pending.ask(counts, chances)
+        pending.in_parts = not self.comparing.columns and self._splits_groups(counts, drawn)
         pending.request = pending.ahead = None
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
             pending.request = self.passes.local(rows), unit
-            if self.controller.by_group and counts.max() == unit:
+            if self.controller.by_group and counts.max() == unit and not self.comparing.columns:
                 reason = engine.waits_for
                 if engine.over_http and reason is None:
                     pending.ahead = LookAhead(self, pending, drawn, engine)
@@ -145,18 +159,73 @@ class Rounds:
                     self._in_rounds = True
                     logger.warning("Groups wait for the slowest completion of each round: %s.", reason)
 
+    def _whole(self, counts: np.ndarray, drawn: Batch, engine: Any) -> np.ndarray:
+        """What a round asks for if a reward compares completions: the whole group of each prompt, in its first round."""
+        whole = np.where((counts > 0) & (drawn.sizes == 0), np.maximum(counts, self.args.num_generations), 0)
+        self.guard.on, self.guard.draws_whole = False, True
+        if (whole != counts).any() and not self._draws_whole:
+            self._draws_whole = True
+            logger.warning(
+                "%s compares the completions of a group: every group is drawn whole, in one round, and `%s` saves no completions of "
+                "it. If the score of each completion depends on that completion alone (and perhaps on chance), set "
+                "`compares_completions = False` on the function.",
+                " and ".join(f"`{engine.reward_names[column]}`" for column in self.comparing.columns),
+                type(self.controller).__name__,
+            )
+        return whole
+
+    def _splits_groups(self, counts: np.ndarray, drawn: Batch) -> bool:
+        """Whether a round has parts of groups: fewer completions than a group has, further ones, or one group on two processes."""
+        parts = (counts > 0) & ((drawn.sizes > 0) | (counts < self.args.num_generations))
+        ends, processes = counts.cumsum(), self.accelerator.num_processes
+        shares = counts.sum() // processes * np.arange(1, processes)
+        return bool(parts.any() or not np.isin(shares, ends).all())
+
+    def _compares(self, pending: Pending, held: dict[str, list], rewards_per_func: torch.Tensor, engine: Any) -> bool:
+        """Whether a reward function is found to compare completions: some of a round are scored alone."""
+        asked, scores = self.comparing.asked(pending.generation), rewards_per_func.cpu().numpy()
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        rows = self.comparing.rows(asked, scores, np.repeat(np.arange(len(pending.counts)), pending.counts), processes)
+        if rows is not None:
+            own = rows[:, rank] % (len(scores) // processes)
+            alone = np.array([engine.scored_alone(held, int(row), asked) for row in own])
+            self.comparing.see(asked, scores[rows][..., asked], alone)
+        return bool(self.comparing.columns)
+
+    def _begin_again(self, pending: Pending, parts: list[Batch], engine: Any):
+        """Give up the rounds of a batch so far, in which a reward that compares completions got parts of groups."""
+        engine.rounds_ended()
+        given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
+        begun = self.begin(pending.plan, engine, pending.generation)
+        vars(pending).update(vars(begun), rows_given_up=given_up)
+
+    def cannot_look_ahead(self, error: Exception):
+        """Say once, in words, that a reward function has failed when the next round was looked ahead to."""
+        level, self._in_rounds = logging.INFO if self._in_rounds else logging.WARNING, True
+        notes = " ".join(getattr(error, "__notes__", ()))
+        logger.log(
+            level,
+            "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
+            "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
+            "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
+            *(notes, type(error).__name__, error),
+        )
+
     def known(self, pending: Pending, drawn: Batch) -> Prompts:
         """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
         count = drawn.num_groups
         begun = np.ones(count) if pending.begun is None else _padded(pending.begun, count, 1.0)
         return self.guard.told(self.state.prompts(drawn.prompt_ids, drawn), _padded(pending.lots, count, 1.0), begun)
 
-    def _collect(self, pending: Pending, engine: Any) -> Batch:
+    def _collect(self, pending: Pending, engine: Any) -> Batch | None:
         """
-        The completions of a round, judged and known to all processes. Their scores enter the range of the run, unless they are
-        still to be settled.
+        The completions of a round, judged and known to all processes; `None` if a reward that got parts of groups compares completions.
+        Their scores enter the range of the run, unless they are still to be settled.
         """
-        held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead)
+        asked = self.comparing.asked(pending.generation) if pending.in_parts else []
+        held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead, asked)
+        if pending.in_parts and self._compares(pending, held, rewards_per_func, engine):
+            return None
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
         if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
@@ -264,12 +333,13 @@ class Rounds:
 
     def _divisible(self, counts: np.ndarray) -> np.ndarray:
         """
-        Counts whose sum all processes can share evenly: the first active prompts get more, in the unit of all counts, since
-        an engine may complete each prompt that many times.
+        Counts whose sum all processes can share evenly, in whole groups if rewards compare completions: the first active prompts get
+        more, in the unit of all counts, since an engine may complete each prompt that many times.
         """
         unit = np.gcd.reduce(counts)
         turns = cycle(np.flatnonzero(counts))
-        while counts.sum() % self.accelerator.num_processes:
+        block = self.args.num_generations if self.comparing.columns else 1
+        while counts.sum() % (self.accelerator.num_processes * block):
             counts[next(turns)] += unit
         return counts
 

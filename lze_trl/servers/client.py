@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,6 +49,8 @@ class Output:
     text: str
     tokens: int  # its length, the end token included
     truncated: bool  # whether the limit of tokens cut it off
+    # What a chat template puts at the end of the prompt; nothing if it is unknown, or the text holds no thinking
+    prompt_end: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class VLLMServer:
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
         self._same: SameAnswers | None = None
+        self._chat_end: str | None = None  # of a rendered conversation, once it was asked for
         self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
@@ -177,17 +181,30 @@ class VLLMServer:
         """One completion of a text or of a conversation, with sampling settings in the server's names."""
         is_text = isinstance(prompt, str)
         path = "/v1/completions" if is_text else "/v1/chat/completions"
+        if self._chat_end is None and not isinstance(prompt, str):
+            self._chat_end = await self._end_of_chat(http, prompt)
 
         def read(answer: dict) -> Output:
             (choice,) = answer["choices"]
-            text = choice["text"] if is_text else choice["message"]["content"] or ""
+            message = {} if is_text else choice["message"]
+            text = choice["text"] if is_text else message["content"] or ""
             if not isinstance(text, str):
                 raise TypeError(f"{text!r} as a text")
-            return Output(text, int(answer["usage"]["completion_tokens"]), _check_reason(choice) == "length")
+            parsed = any(message.get(name) is not None for name in ("reasoning", "reasoning_content"))
+            end = "" if is_text or parsed else self._chat_end or ""
+            return Output(text, int(answer["usage"]["completion_tokens"]), _check_reason(choice) == "length", end)
 
         return await self._request(
             http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read
         )
+
+    async def _end_of_chat(self, http: httpx2.AsyncClient, messages: list[dict[str, str]]) -> str:
+        """The last tokens of a conversation as the server's template renders it; nothing if it does not say."""
+        body = {"model": self.model, "messages": messages, "return_token_strs": True}
+        with suppress(ServerError, ServerMismatchError, RequestRefusedError):
+            tokens = await self._request(http, "/tokenize", body, read=itemgetter("token_strs"))
+            return "".join(tokens[-32:]).replace("Ċ", "\n")  # as byte-level vocabularies spell it
+        return ""
 
     async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int]) -> list[float]:
         """Log-probs of `tokens[1:]`, in nats."""

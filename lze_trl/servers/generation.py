@@ -1,9 +1,11 @@
 """Completions from vLLM servers over plain HTTP, for TRL's trainers."""
 
+import ctypes
 import hashlib
 import logging
 import shutil
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,9 @@ _RESERVED = (
 # Sampling settings, with the values under which log-probs are the same whether they are processed or not
 _UNPROCESSED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
+
+PATIENCE = 60.0
+"""Seconds for which a training waits for a reward function that another thread has called to look ahead."""
 
 Foresight = Callable[[dict[int, tuple[list[int], list[Completion]]]], Sequence[tuple[int, int]]]
 """
@@ -67,6 +72,8 @@ class HTTPGeneration:
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
+        self._foresees = True  # whether the next call may be foreseen
+        self._foresees_since: float | None = None  # when the reward functions were called
         # On the main process, by seed and number of completions: requests of the next call, and those foreseen for the one after it
         self._ahead: dict[tuple[int, int], Future] = {}
         self._foreseen: dict[tuple[int, int], Future] = {}
@@ -198,7 +205,7 @@ class HTTPGeneration:
         time, and nothing else: a call gets what it asks for, whether that was under way or not. With `begins`, calls only begin
         their requests and raise [`HTTPGeneration.Begun`]; the same call later finds them under way.
         """
-        self._foresight, self._begins = foresight, begins
+        self._foresight, self._begins = foresight if self._foresees else None, begins
         try:
             yield
         finally:
@@ -209,9 +216,7 @@ class HTTPGeneration:
         serving, self._serving = self._serving, None
         if serving is not None:
             serving.close()
-        if self._follower is not None:
-            self._follower.join()
-            self._follower = None
+        self._end_following()
         self._ahead, self._foreseen = {}, {}
 
     def _begin(self, groups: list[Group]):
@@ -223,9 +228,7 @@ class HTTPGeneration:
         self._follower.start()
 
     def _complete(self, groups: list[Group]) -> list[list[Completion]]:
-        if self._follower is not None:
-            self._follower.join()
-            self._follower = None
+        self._end_following()
         completed = False
         try:
             serving, results = self._asked(groups)
@@ -238,6 +241,23 @@ class HTTPGeneration:
         finally:
             if not (completed and self._ahead):
                 self.give_up()
+
+    def _end_following(self):
+        """Wait for the thread that looks ahead. A reward function that does not let it end is stopped: nothing is foreseen any more."""
+        follower, self._follower, begin = self._follower, None, time.monotonic()
+        while follower is not None and follower.is_alive():
+            follower.join(0.1)
+            if self._foresees_since is not None and time.monotonic() - max(begin, self._foresees_since) > PATIENCE:
+                logger.warning(
+                    "Groups wait for the slowest completion of each round from here on, which costs time and changes no result: a reward "
+                    "has been computing for %d s in another thread. Limit its time in every thread; TRL's `accuracy_reward` and "
+                    "math-verify do so in the main thread only, where SIGALRM can be used.",
+                    PATIENCE,
+                )
+                stopped = ctypes.c_ulong(follower.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(stopped, ctypes.py_object(SystemExit))
+                self._foresight, self._foresees = None, False
+                return
 
     def _asked(self, groups: list[Group]) -> tuple[Serving, list[Future]]:
         """Who works on the requests of groups, and their results, whether they are under way or not."""
@@ -264,7 +284,10 @@ class HTTPGeneration:
             if foresight is None:
                 continue
             arrived = {place: (groups[place].prompt, results[place].result()) for place in places}
-            for place, count in foresight(arrived):
+            self._foresees_since = time.monotonic()
+            wanted = foresight(arrived)
+            self._foresees_since = None
+            for place, count in wanted:
                 group = Group(following[place].prompt, count, following[place].body)
                 self._foreseen[_key(group)] = serving.submit(group)
 
