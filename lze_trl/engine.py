@@ -27,6 +27,7 @@ from .batch import Batch
 from .memory.identity import ID_COLUMN
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
+from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
 from .rollout.guard import checked, is_alone
@@ -173,11 +174,42 @@ class Engine:
         """Weight of each reward function, shape `(F,)`."""
         return self._trainer.reward_weights
 
-    @property
-    def end_tokens(self) -> list[int]:
-        """Tokens of which one ends a completion that is not truncated."""
-        ends = getattr(self._trainer, "eos_token_ids", [self.tokenizer.eos_token_id])  # TRL 1.13 knows one only
-        return [*ends, self.tokenizer.pad_token_id]
+    def make_answers(self) -> Answers:
+        """What tells truncated completions from others. It listens to the vLLM of TRL's modes; servers over HTTP have to tell it."""
+        trainer, args = self._trainer, self._trainer.args
+        given = args.generation_kwargs or {}
+        config = getattr(trainer.model, "generation_config", None)  # a model may have none
+        ends = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, getattr(config, "eos_token_id", None)]
+        ends += [given.get(name) for name in ("eos_token_id", "stop_token_ids")]
+        flat = [token for end in ends for token in (end if isinstance(end, (list, tuple)) else [end])]
+        wordless = trainer.use_vllm and args.vllm_mode == "server" and not trainer.tools and given.get("stop")
+        limit = given.get("max_tokens", args.max_completion_length) if wordless else 0
+        answers = Answers([token for token in flat if token is not None], self.tokenizer.pad_token_id, limit)
+        if trainer.use_vllm:
+            self._listen(trainer.vllm_generation, answers)
+        return answers
+
+    def _listen(self, generation: Any, answers: Answers):
+        """Let TRL's vLLM tell how completions have ended, which TRL does not pass on, and fill in empty ones."""
+        theirs, llm = generation.generate, vars(generation).get("llm")  # of the mode `colocate`
+
+        def generate(*args: Any, **kwargs: Any) -> tuple:
+            prompts, completions, logprobs, *others = theirs(*args, **kwargs)
+            answers.fill(prompts, completions, logprobs, [0.0])
+            return prompts, completions, logprobs, *others
+
+        generation.generate = generate
+        if llm is not None:
+            of_llm = llm.generate
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                outputs = of_llm(*args, **kwargs)
+                for output in outputs:
+                    for one in output.outputs:
+                        answers.note(output.prompt_token_ids, one.token_ids, one.finish_reason == "length")
+                return outputs
+
+            llm.generate = noted
 
     @property
     def tokenizer(self) -> Any:
@@ -296,13 +328,14 @@ class Engine:
             for i in range(len(inputs))
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
-        noted = trainer.reward_notes
+        noted, answers = trainer.reward_notes, trainer.answers
+        answers.see(prompt_ids, completion_ids)
         noted.begin_round(len(inputs))
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
-        reasons = failures(trainer.environments)
-        if reasons:
-            ids = [int(row[ID_COLUMN]) for row in inputs]
-            trainer.episodes.observe(ids, prompts, reasons)
+        reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
+        if of_episodes := failures(trainer.environments):
+            trainer.episodes.observe(ids, prompts, of_episodes)
+        answers.warn(ids, prompts)
         if images is None:  # as from a `rollout_func`
             images = [images_of(row) for row in inputs]
             images = images if any(images) else None
@@ -322,21 +355,23 @@ class Engine:
         counted = loss_mask
         if logprobs is None and watch is not None:
             logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
-        ends = self.end_tokens
+        truncated = answers.truncated
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
             "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
             "completion_tokens": np.array([len(ids) for ids in completion_ids]),
             "loss_tokens": loss_tokens(
-                completion_ids, loss_mask, ends if trainer.mask_truncated_completions else None
+                completion_ids, loss_mask, truncated if trainer.mask_truncated_completions else None
             ),
             # Places after the shuffle that TRL would do here
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
             "logprobs": sequence_logprobs(logprobs, counted, len(inputs)),
-            "cut_off": np.array([not ids or ids[-1] not in ends for ids in completion_ids], dtype=np.int64),
+            "cut_off": np.array(truncated, dtype=np.int64),
         }
-        if reasons:
-            numbers["failed"] = np.array([reason is not None for reason in reasons], dtype=np.int64)
+        if trainer.environments is not None or self.over_http:
+            numbers["failed"] = np.array(
+                [reason is not None for reason in reasons or [None] * len(inputs)], dtype=np.int64
+            )
         return held, numbers, rewards
 
     def _rolled_out(self, request: Request) -> tuple[list, tuple]:
@@ -357,6 +392,53 @@ class Engine:
         except _RolledOut as rolled_out:
             return rolled_out.args
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
+
+    def generated(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
+        """
+        What TRL's `_generate` returns, here `by_trl`, which gets a copy of the trainer. Its metrics go by the engine's own word, and
+        completions of no tokens are filled in.
+        """
+        trainer, answers, rollout_func = self._trainer, self._trainer.answers, self._trainer.rollout_func
+        answers.forget()
+
+        def filled(prompts: list, trainer: Any) -> dict[str, Any]:
+            output = dict(rollout_func(prompts, trainer))
+            if {"prompt_ids", "completion_ids"} <= output.keys():  # else TRL refuses it
+                names = [name for name in ("completion_ids", "logprobs") if output.get(name) is not None]
+                output |= {name: list(output[name]) for name in names}
+                answers.fill(output["prompt_ids"], output["completion_ids"], output.get("logprobs"))
+            return output
+
+        with altered(trainer, **({} if rollout_func is None else {"rollout_func": filled})) as view:
+            prompt_ids, completion_ids, loss_mask, *others = by_trl(view, prompts)
+        answers.see(prompt_ids, completion_ids)
+        if trainer.use_vllm or trainer.args.generation_kwargs:
+            self._log_ended([sum(mask) for mask in loss_mask] if loss_mask else [*map(len, completion_ids)])
+        return prompt_ids, completion_ids, answers.covered(completion_ids, loss_mask), *others
+
+    def _log_ended(self, lengths: list[int]):
+        """Let TRL's metrics of truncated completions, which it tells by their last tokens, be those of the engine's word."""
+        trainer, mode = self._trainer, "train" if self._trainer.model.training else "eval"
+        table = torch.tensor([lengths, self._trainer.answers.truncated], device=trainer.accelerator.device).T
+        lengths, truncated = trainer.accelerator.gather(table.contiguous()).T
+        ended = lengths[truncated == 0].float() if (truncated == 0).any() else torch.zeros(1)
+        metrics = trainer._metrics[mode]
+        metrics["completions/clipped_ratio"][-1] = truncated.float().mean().item()
+        for name in ("mean", "min", "max"):
+            metrics[f"completions/{name}_terminated_length"][-1] = getattr(ended, name)().item()
+
+    def evaluated(self, inputs: list[dict[str, Any]], by_trl: Callable[[Any, list], dict]) -> dict[str, Any]:
+        """TRL's tensors of a batch of an evaluation, here `by_trl`, which gets a copy of the trainer."""
+        with altered(self._trainer, mask_truncated_completions=False) as view:
+            output = by_trl(view, inputs)
+        return self._masked(output, self._trainer.answers.truncated)
+
+    def _masked(self, output: dict[str, Any], truncated: Sequence[bool]) -> dict[str, Any]:
+        """TRL's tensors without the tokens of truncated completions, if these are to be masked."""
+        if self._trainer.mask_truncated_completions:
+            kept = 1 - torch.tensor(truncated, dtype=torch.int32, device=self._trainer.accelerator.device).unsqueeze(1)
+            output |= {name: output[name] * kept for name in ("completion_mask", "tool_mask") if name in output}
+        return output
 
     def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
         """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
@@ -423,6 +505,10 @@ class Engine:
             changes |= {"environment_factories": over, "_environment_pool": pool, "environments": None}
             for row, name in zip(inputs, chosen.held.get("environment", ()), strict=False):
                 row["environment"] = name
+        cut_off = drawn.cut_off[held_rows]
+        by_tokens = [ids[-1] not in trainer.answers.ends for ids in completions]
+        if differs := trainer.mask_truncated_completions and by_tokens != (cut_off == 1).tolist():
+            changes["mask_truncated_completions"] = False  # TRL's goes by the last tokens
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
         with altered(trainer, **changes) as view:
@@ -438,6 +524,8 @@ class Engine:
                 self.metrics["frac_reward_zero_std"][-1] = share
         if "uniform" in drawn.facts:
             self._log_uniform(drawn, drawn.facts["uniform"])
+        if differs:
+            output = self._masked(output, cut_off == 1)
         output["advantages"] = torch.tensor(advantages[held_rows]).float().to(trainer.accelerator.device)
         trainer._logs.update(_filled(table, drawn, trainer.log_multimodal))
         self._log_noted()
@@ -634,15 +722,14 @@ def _table(size: int) -> dict[str, Any]:
 
 
 def loss_tokens(
-    completion_ids: list[list[int]], masks: list[list[int]] | None, ends: list[int] | None = None
+    completion_ids: list[list[int]], masks: list[list[int]] | None, truncated: Sequence[bool] | None = None
 ) -> np.ndarray:
     """
-    Tokens of each completion that the loss covers, shape `(n,)`: those with 1 in its mask. None of a truncated one, which does not
-    end with one of `ends`, if these are given.
+    Tokens of each completion that the loss covers, shape `(n,)`: those with 1 in its mask. None of one that is `truncated`, if that is
+    given.
     """
-    counts = [len(ids) for ids in completion_ids] if masks is None else [sum(mask) for mask in masks]
-    covered = [ends is None or ids[-1] in ends for ids in completion_ids]
-    return np.where(covered, np.array(counts, dtype=np.int64), 0)
+    counts = np.array([len(ids) for ids in completion_ids] if masks is None else [sum(mask) for mask in masks])
+    return counts.astype(np.int64) * (1 if truncated is None else ~np.array(truncated, dtype=bool))
 
 
 def sequence_logprobs(

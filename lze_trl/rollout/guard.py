@@ -48,10 +48,16 @@ class RewardNotes:
         return taken
 
 
-def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> Any:
+def checked(
+    reward_func: Any,
+    name: str,
+    notes: RewardNotes | None = None,
+    reasons_now: Callable[[Any], list[str | None]] = failures,
+) -> Any:
     """
     A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
     exception says `name`. A reward model is left as it is. What it logs goes into the `notes`, if they are given, and else to TRL.
+    `reasons_now` says of environments why each completion has failed, as [`failures`] does: the function does not see those.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
     """
@@ -59,7 +65,7 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None) -> An
         return reward_func
 
     def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str | None]]:
-        reasons = failures(kwargs.get("environments"))  # before the call, in which further episodes may fail
+        reasons = reasons_now(kwargs.get("environments"))  # before the call, in which further episodes may fail
         given = _of_episodes(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
 

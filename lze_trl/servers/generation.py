@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ class HTTPGeneration:
         self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
         self._syncs = 0
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
+        # Called with the tokens of each prompt and completion, whether it is truncated, and why there is none
+        self.note: Callable[[list[int], list[int], bool, str | None], None] = lambda *word: None
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
         # On the main process, by seed and number of completions: requests of the next call, and those foreseen for the one after it
@@ -81,6 +84,7 @@ class HTTPGeneration:
             for name in ("max_concurrent_requests", "request_timeout", "recovery_timeout")
         )
         self.pool = ServerPool(args.vllm_server_urls, *limits)
+        self._vocabulary = base_model(model).config.get_text_config().vocab_size
         self._probe, self._dtype = self._on_main_process(self._connect)
 
     def _connect(self) -> tuple[list[int], torch.dtype]:
@@ -166,11 +170,16 @@ class HTTPGeneration:
         completions = [completion for group in groups for completion in group]
         begin = sum(sizes[: self.accelerator.process_index])
         local = completions[begin : begin + len(prompts)]
+        for prompt, one in zip(prompts, local, strict=True):
+            self.note(prompt, one.token_ids, one.truncated, one.failure)
         of_tokens = [[[logprob] for logprob in completion.logprobs] for completion in local]
         return prompts, [completion.token_ids for completion in local], of_tokens, None
 
     def generate_groups(self, prompts: list[list[int]], counts: list[int]) -> list[list[Completion]]:
-        """Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups."""
+        """
+        Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups. Where no
+        server can complete a prompt, and they have completed others, its completions are one token each and have a `failure`.
+        """
         mode = "train" if self.model.training else "eval"  # an evaluation changes nothing of the training
         groups = self._groups(prompts, counts, f"{mode}/{self.batches[mode]}")
         if self._begins:
@@ -222,10 +231,19 @@ class HTTPGeneration:
                 serving.end.result()
             self._ahead, self._foreseen = self._foreseen, {}
             completed = True
-            return [result.result() for result in results]
+            return [self._completions(group, result) for group, result in zip(groups, results, strict=True)]
         finally:
             if not (completed and self._ahead):
                 self.give_up()
+
+    def _completions(self, group: Group, result: Future) -> list[Completion]:
+        """The completions of a group, or what stands for them."""
+        if (failure := result.exception()) is None:
+            return result.result()
+        if not any(server.answered for server in self.pool.servers):
+            text = self.processing_class.decode(group.prompt)
+            raise type(failure)(f"{failure} The prompt is {text[:80]!r}.") from failure
+        return [Completion([self.processing_class.pad_token_id], [0.0], failure=str(failure))] * group.count
 
     def _asked(self, groups: list[Group]) -> tuple[Serving, list[Future]]:
         """Who works on the requests of groups, and their results, whether they are under way or not."""
@@ -251,9 +269,10 @@ class HTTPGeneration:
             places = sorted(waiting.pop(result) for result in done)  # small batches, in the order of the prompts
             if foresight is None:
                 continue
-            arrived = {place: (groups[place].prompt, results[place].result()) for place in places}
+            completed = [place for place in places if results[place].exception() is None]
+            arrived = {place: (groups[place].prompt, results[place].result()) for place in completed}
             for place, count in foresight(arrived):
-                group = Group(following[place].prompt, count, following[place].body)
+                group = replace(following[place], count=count)
                 self._foreseen[_key(group)] = serving.submit(group)
 
     def _groups(self, prompts: list[list[int]], counts: list[int], batch: str) -> list[Group]:
@@ -264,7 +283,7 @@ class HTTPGeneration:
             digest = hashlib.sha256(f"{self.args.seed}/{batch}/{seen[text]}/{text}".encode()).digest()
             seen[text] += 1
             seed = int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
-            groups.append(Group(prompt, count, self._body | {"seed": seed}))
+            groups.append(Group(prompt, count, self._body | {"seed": seed}, self._vocabulary))
         return groups
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
