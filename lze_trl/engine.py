@@ -175,41 +175,37 @@ class Engine:
         return self._trainer.reward_weights
 
     def make_answers(self) -> Answers:
-        """What tells truncated completions from others. It listens to the vLLM of TRL's modes; servers over HTTP have to tell it."""
-        trainer, args = self._trainer, self._trainer.args
-        given = args.generation_kwargs or {}
-        config = getattr(trainer.model, "generation_config", None)  # a model may have none
-        ends = [self.tokenizer.eos_token_id, self.tokenizer.pad_token_id, getattr(config, "eos_token_id", None)]
+        """What knows truncated completions. It listens to vLLM in TRL's modes; who asks servers over HTTP tells it."""
+        trainer, args, tokenizer = self._trainer, self._trainer.args, self.tokenizer
+        given, config = args.generation_kwargs or {}, getattr(trainer.model, "generation_config", None)
+        ends = [tokenizer.eos_token_id, tokenizer.pad_token_id, getattr(config, "eos_token_id", None)]
         ends += [given.get(name) for name in ("eos_token_id", "stop_token_ids")]
-        flat = [token for end in ends for token in (end if isinstance(end, (list, tuple)) else [end])]
-        wordless = trainer.use_vllm and args.vllm_mode == "server" and not trainer.tools and given.get("stop")
-        limit = given.get("max_tokens", args.max_completion_length) if wordless else 0
-        answers = Answers([token for token in flat if token is not None], self.tokenizer.pad_token_id, limit)
-        if trainer.use_vllm:
-            self._listen(trainer.vllm_generation, answers)
-        return answers
-
-    def _listen(self, generation: Any, answers: Answers):
-        """Let TRL's vLLM tell how completions have ended, which TRL does not pass on, and fill in empty ones."""
+        silent = trainer.use_vllm and args.vllm_mode == "server" and not trainer.tools and given.get("stop")
+        limit = given.get("max_tokens", args.max_completion_length) if silent else 0
+        tokens = [token for end in ends for token in (end if isinstance(end, (list, tuple)) else [end])]
+        answers = Answers([token for token in tokens if token is not None], tokenizer.pad_token_id, limit)
+        if not trainer.use_vllm:
+            return answers
+        generation: Any = trainer.vllm_generation
         theirs, llm = generation.generate, vars(generation).get("llm")  # of the mode `colocate`
 
-        def generate(*args: Any, **kwargs: Any) -> tuple:
+        def filled(*args: Any, **kwargs: Any) -> tuple:
             prompts, completions, logprobs, *others = theirs(*args, **kwargs)
             answers.fill(prompts, completions, logprobs, [0.0])
             return prompts, completions, logprobs, *others
 
-        generation.generate = generate
+        generation.generate = filled
         if llm is not None:
             of_llm = llm.generate
 
             def noted(*args: Any, **kwargs: Any) -> Any:
                 outputs = of_llm(*args, **kwargs)
-                for output in outputs:
-                    for one in output.outputs:
-                        answers.note(output.prompt_token_ids, one.token_ids, one.finish_reason == "length")
+                for prompt, one in ((output.prompt_token_ids, one) for output in outputs for one in output.outputs):
+                    answers.note(prompt, one.token_ids, one.finish_reason == "length")
                 return outputs
 
             llm.generate = noted
+        return answers
 
     @property
     def tokenizer(self) -> Any:
@@ -329,7 +325,7 @@ class Engine:
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         noted, answers = trainer.reward_notes, trainer.answers
-        answers.see(prompt_ids, completion_ids)
+        answers.see(completion_ids, prompt_ids)
         noted.begin_round(len(inputs))
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
@@ -369,9 +365,7 @@ class Engine:
             "cut_off": np.array(truncated, dtype=np.int64),
         }
         if trainer.environments is not None or self.over_http:
-            numbers["failed"] = np.array(
-                [reason is not None for reason in reasons or [None] * len(inputs)], dtype=np.int64
-            )
+            numbers["failed"] = np.array([reason is not None for reason in reasons], dtype=np.int64)
         return held, numbers, rewards
 
     def _rolled_out(self, request: Request) -> tuple[list, tuple]:
@@ -395,50 +389,31 @@ class Engine:
 
     def generated(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
         """
-        What TRL's `_generate` returns, here `by_trl`, which gets a copy of the trainer. Its metrics go by the engine's own word, and
-        completions of no tokens are filled in.
+        What TRL's `_generate`, here `by_trl`, returns of a copy of the trainer and of prompts: with completions of no tokens filled in, and
+        its metrics of truncated ones by the engine's word.
         """
-        trainer, answers, rollout_func = self._trainer, self._trainer.answers, self._trainer.rollout_func
-        answers.forget()
+        trainer, answers = self._trainer, self._trainer.answers
 
-        def filled(prompts: list, trainer: Any) -> dict[str, Any]:
-            output = dict(rollout_func(prompts, trainer))
-            if {"prompt_ids", "completion_ids"} <= output.keys():  # else TRL refuses it
-                names = [name for name in ("completion_ids", "logprobs") if output.get(name) is not None]
-                output |= {name: list(output[name]) for name in names}
-                answers.fill(output["prompt_ids"], output["completion_ids"], output.get("logprobs"))
+        def filled(prompts: list, view: Any) -> dict[str, Any]:
+            output = trainer.rollout_func(prompts, view)
+            if {"prompt_ids", "completion_ids", "logprobs"} <= output.keys():  # else TRL refuses it
+                answers.fill(output["prompt_ids"], output["completion_ids"], output["logprobs"])
             return output
 
-        with altered(trainer, **({} if rollout_func is None else {"rollout_func": filled})) as view:
-            prompt_ids, completion_ids, loss_mask, *others = by_trl(view, prompts)
-        answers.see(prompt_ids, completion_ids)
+        answers.forget()
+        with altered(trainer, **({} if trainer.rollout_func is None else {"rollout_func": filled})) as view:
+            prompt_ids, completion_ids, mask, *others = by_trl(view, prompts)
+        answers.see(completion_ids, prompt_ids)
         if trainer.use_vllm or trainer.args.generation_kwargs:
-            self._log_ended([sum(mask) for mask in loss_mask] if loss_mask else [*map(len, completion_ids)])
-        return prompt_ids, completion_ids, answers.covered(completion_ids, loss_mask), *others
-
-    def _log_ended(self, lengths: list[int]):
-        """Let TRL's metrics of truncated completions, which it tells by their last tokens, be those of the engine's word."""
-        trainer, mode = self._trainer, "train" if self._trainer.model.training else "eval"
-        table = torch.tensor([lengths, self._trainer.answers.truncated], device=trainer.accelerator.device).T
-        lengths, truncated = trainer.accelerator.gather(table.contiguous()).T
-        ended = lengths[truncated == 0].float() if (truncated == 0).any() else torch.zeros(1)
-        metrics = trainer._metrics[mode]
-        metrics["completions/clipped_ratio"][-1] = truncated.float().mean().item()
-        for name in ("mean", "min", "max"):
-            metrics[f"completions/{name}_terminated_length"][-1] = getattr(ended, name)().item()
-
-    def evaluated(self, inputs: list[dict[str, Any]], by_trl: Callable[[Any, list], dict]) -> dict[str, Any]:
-        """TRL's tensors of a batch of an evaluation, here `by_trl`, which gets a copy of the trainer."""
-        with altered(self._trainer, mask_truncated_completions=False) as view:
-            output = by_trl(view, inputs)
-        return self._masked(output, self._trainer.answers.truncated)
-
-    def _masked(self, output: dict[str, Any], truncated: Sequence[bool]) -> dict[str, Any]:
-        """TRL's tensors without the tokens of truncated completions, if these are to be masked."""
-        if self._trainer.mask_truncated_completions:
-            kept = 1 - torch.tensor(truncated, dtype=torch.int32, device=self._trainer.accelerator.device).unsqueeze(1)
-            output |= {name: output[name] * kept for name in ("completion_mask", "tool_mask") if name in output}
-        return output
+            table = [[sum(m) for m in mask] if mask else [*map(len, completion_ids)], answers.truncated]
+            columns = torch.tensor(table, device=trainer.accelerator.device).T.contiguous()
+            lengths, cut = trainer.accelerator.gather(columns).float().T
+            ended = lengths[cut == 0] if (cut == 0).any() else torch.zeros(1)
+            metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+            metrics["completions/clipped_ratio"][-1] = cut.mean().item()
+            for name in ("mean", "min", "max"):
+                metrics[f"completions/{name}_terminated_length"][-1] = getattr(ended, name)().item()
+        return prompt_ids, completion_ids, answers.covered(completion_ids, mask), *others
 
     def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
         """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
@@ -506,8 +481,8 @@ class Engine:
             for row, name in zip(inputs, chosen.held.get("environment", ()), strict=False):
                 row["environment"] = name
         cut_off = drawn.cut_off[held_rows]
-        by_tokens = [ids[-1] not in trainer.answers.ends for ids in completions]
-        if differs := trainer.mask_truncated_completions and by_tokens != (cut_off == 1).tolist():
+        differs = cut_off.tolist() != [ids[-1] not in trainer.answers.ends for ids in completions]
+        if masked := trainer.mask_truncated_completions and differs:
             changes["mask_truncated_completions"] = False  # TRL's goes by the last tokens
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
@@ -524,8 +499,8 @@ class Engine:
                 self.metrics["frac_reward_zero_std"][-1] = share
         if "uniform" in drawn.facts:
             self._log_uniform(drawn, drawn.facts["uniform"])
-        if differs:
-            output = self._masked(output, cut_off == 1)
+        for name in {"completion_mask", "tool_mask"} & output.keys() if masked else ():
+            output[name] = output[name] * torch.tensor(1 - cut_off).to(output[name])[:, None]
         output["advantages"] = torch.tensor(advantages[held_rows]).float().to(trainer.accelerator.device)
         trainer._logs.update(_filled(table, drawn, trainer.log_multimodal))
         self._log_noted()

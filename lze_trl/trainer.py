@@ -309,13 +309,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self.generation_step.micro_batch()
 
     def _generate(self, prompts: list):
-        # Differs from TRL: a completion may be empty, and metrics take the engine's word for which ones are truncated
+        # Differs from TRL: a completion may be empty, and metrics take the engine's word for which one is truncated
         return Engine(self).generated(prompts, super(LZEGRPOTrainer, type(self))._generate)
-
-    def _generate_and_score_completions(self, inputs):
-        # Differs from TRL, which calls it in evaluations alone: the same for the mask of truncated completions
-        by_trl = super(LZEGRPOTrainer, type(self))._generate_and_score_completions
-        return Engine(self).evaluated(inputs, by_trl)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
@@ -325,13 +320,14 @@ class LZEGRPOTrainer(GRPOTrainer):
         ballots: dict[int, list] = {} if notes is None else notes.ballots
         ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
         answers, environments = self.answers, self.environments
+        answers.see(completion_ids_list)
 
         def enter(column: int, read: list[Any]):
             ballots[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
 
         def truncated() -> list[bool]:
-            reasons = answers.reasons(environments) or [None] * len(inputs)
-            return [cut for cut, reason in zip(answers.truncated, reasons, strict=True) if reason is None]
+            pairs = zip(answers.truncated, answers.reasons(environments), strict=True)
+            return [cut for cut, reason in pairs if reason is None]
 
         funcs = [
             reader(func, partial(enter, i), truncated, self.model.training) if isinstance(func, GroupReward) else func
@@ -342,7 +338,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         with altered(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if environments is not None or self.args.over_http:  # whatever a reward model makes of failed completions
-            failed = [reason is not None for reason in answers.reasons(environments) or [None] * len(inputs)]
+            failed = [reason is not None for reason in answers.reasons(environments)]
             rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
         if torch.isinf(rewards).any():  # of a reward model, or too large for float32
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from operator import itemgetter
@@ -305,15 +306,13 @@ def _check_reason(choice: dict) -> str:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that an answer asks to wait, in its header as a number or as a date; 0 if it names none."""
+    """Seconds that an answer asks to wait, as a number or as a date; 0 if it names none."""
     wanted = headers.get("retry-after", "")
-    try:
-        seconds = (
-            float(wanted) if wanted.strip().isdecimal() else parsedate_to_datetime(wanted).timestamp() - time.time()
+    with suppress(ValueError, OverflowError):
+        return max(
+            0.0, float(wanted) if wanted.isdecimal() else parsedate_to_datetime(wanted).timestamp() - time.time()
         )
-    except (ValueError, OverflowError):
-        return 0.0
-    return max(0.0, seconds)
+    return 0.0
 
 
 def _short(value: Any) -> str:
