@@ -481,9 +481,10 @@ class Engine:
             for row, name in zip(inputs, chosen.held.get("environment", ()), strict=False):
                 row["environment"] = name
         cut_off = drawn.cut_off[held_rows]
-        differs = cut_off.tolist() != [ids[-1] not in trainer.answers.ends for ids in completions]
+        ends = getattr(trainer, "eos_token_ids", [self.tokenizer.eos_token_id])  # by which TRL goes; 1.13 knows one
+        differs = cut_off.tolist() != [ids[-1] not in (*ends, self.tokenizer.pad_token_id) for ids in completions]
         if masked := trainer.mask_truncated_completions and differs:
-            changes["mask_truncated_completions"] = False  # TRL's goes by the last tokens
+            changes["mask_truncated_completions"] = False
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
         with altered(trainer, **changes) as view:

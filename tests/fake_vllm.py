@@ -22,6 +22,8 @@ SHORT = "short"  # an answer with a completion too few,
 EMPTY = b""  # an answer without a body,
 OTHER = b'{"data": []}'  # an answer of another form, as any other bytes are,
 SILENT_503 = "silent"  # status 503 without a body, as vLLM's health check has it when its engine has died
+
+
 @dataclass
 class Reply:
     """A fault: any answer, byte for byte. `promised` is the length that its header names, by default the true one."""
@@ -57,7 +59,9 @@ class FakeVLLM:
     def __init__(self, port: int = 0, vocab_size: int = 10**6, host: str = "127.0.0.1"):
         self.vocab_size = vocab_size
         self.faults: dict[str, list] = {}  # by path, used up one a request
-        self.always: Callable[[str, dict], object] = lambda path, body: None  # the fault of a request that has none of these
+        self.always: Callable[[str, dict], object] = lambda path, body: (
+            None
+        )  # the fault of a request that has none of these
         self.times: list[tuple[str, float]] = []  # of each request, its path and when it came
         self.requests: Counter = Counter()
         self.bodies: list[dict] = []

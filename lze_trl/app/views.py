@@ -137,6 +137,8 @@ def standing(run: Run) -> Markup:
 
 
 def _left(status: dict[str, Any]) -> str:
+    if status["waits_for"]:
+        return "waits for servers"
     return "" if status["seconds_left"] is None else f"{tqdm.format_interval(status['seconds_left'])} left"
 
 
@@ -172,7 +174,8 @@ def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.Dat
 def version(run: Run) -> tuple:
     """Changes when a run has recorded or evaluated something, or ended."""
     evaluations = sorted((str(path), path.stat().st_mtime_ns) for path in run.directory.parent.glob(RESULT_FILES))
-    return hash(run.version), Status.read(run.directory).state, *evaluations
+    status = Status.read(run.directory)
+    return hash(run.version), status.state, status.waits_for, *evaluations
 
 
 def run_row(run: Run) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class RequestRefusedError(ValueError):
 
 
 class ServerMismatchError(ValueError):
-    """A server has another model or other weights than it must have."""
+    """A server has another model or other weights than it must have, or does not serve us."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class VLLMServer:
                     f"{problem}. Start the server as vLLM's OpenAI API server, version 0.32 or later, with the variable "
                     "VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
                 )
-            raise RequestRefusedError(problem)
+            raise (RequestRefusedError if status in (400, 413, 422) else ServerMismatchError)(problem)
         try:
             return read(json.loads(content) if content else {})
         except ServerMismatchError:

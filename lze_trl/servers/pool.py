@@ -319,6 +319,7 @@ class ServerPool:
             final = ServerError(f"A request failed {len(job.failed_on)} times. The last time: {error}")
             final.__cause__ = error
             job.result.set_exception(final)
+            server.outages, server.rests_until = 0, 0.0  # it is not to blame
         else:
             jobs.put_nowait(job)
 
