@@ -186,14 +186,14 @@ BIG = b'{"choices": [' + b" " * 2**27
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        (Reply(200, {}, BIG), "an answer of more than 1[67],[0-9,]+ bytes, the limit for this request"),
+        (Reply(200, {}, BIG), "an answer of more than 1[67],[0-9,]+ bytes, the limit for it"),
         (Reply(200, {"content-encoding": "gzip"}, gzip.compress(BIG)), "an answer of more than 1[67],[0-9,]+ bytes"),
         (Reply(500, {"content-encoding": "gzip"}, gzip.compress(BIG)), "an answer of more than 1[67],[0-9,]+ bytes"),
         (Reply(200, {}, b"<html>Please log in</html>"), "sent a damaged answer"),
         (Reply(200, {}, b'{"choices": []', promised=400), "RemoteProtocolError|ReadError"),
         (Reply(200, {}, b'{"choices": []}', promised=5), "sent a damaged answer"),
         (Reply(200, {"content-encoding": "gzip"}, b"{}"), "DecodingError"),
-        (Reply(307, {"location": "http://elsewhere/"}), "answered 307: .*sends us on to http://elsewhere/. Give that"),
+        (Reply(307, {"location": "http://elsewhere/"}), "answered 307: .*sends us on to http://elsewhere/. Name that"),
         (Reply(204, {}, b""), "sent a damaged answer"),
         (changed(prompt_token_ids=[7]), "sent a damaged answer.*another prompt"),
         (changed(token_ids=[1.0, 2.0]), "sent a damaged answer.*impossible tokens"),

@@ -113,10 +113,7 @@ class VLLMServer:
         read: Callable = lambda answer: answer,
         tokens: int = 0,
     ) -> Any:
-        """
-        Send a request, as a POST if it has a body, and return what `read` finds in the JSON of the answer, which may be as
-        long as so many tokens make it.
-        """
+        """Send a request, as a POST if it has a body; what `read` finds in the JSON of the answer, which is about so many `tokens`."""
         method = "GET" if body is None else "POST"
         where, limit = f"{method} {self.url}{path}", _BYTES + _BYTES_OF_TOKEN * tokens
         content = bytearray()
@@ -128,9 +125,7 @@ class VLLMServer:
                 async for part in response.aiter_bytes():  # unpacked, in small parts
                     content += part
                     if len(content) > limit:
-                        raise ServerError(
-                            f"{where}: an answer of more than {limit:,} bytes, the limit for this request"
-                        )
+                        raise ServerError(f"{where}: an answer of more than {limit:,} bytes, the limit for it")
         except TimeoutError as error:
             raise ServerError(f"{where}: no complete answer within {self.request_timeout:g} s") from error
         except httpx2.RequestError as error:
@@ -139,9 +134,7 @@ class VLLMServer:
         if not 200 <= status < 300:
             problem = f"{where} answered {status}: {_short(content.decode(errors='replace')) or '(empty)'}"
             if status < 400:
-                raise ServerError(
-                    f"{problem}, and sends us on to {_short(headers.get('location'))}. Give that address"
-                )
+                raise ServerError(f"{problem}, and sends us on to {_short(headers.get('location'))}. Name that")
             if status in (429, 503) or (status >= 500 and "retry-after" in headers):
                 raise BusyError(problem, _retry_after(headers))
             if status == 408 or status >= 500:
@@ -181,10 +174,7 @@ class VLLMServer:
     async def complete(
         self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict, vocabulary: int | None = None
     ) -> list[Completion]:
-        """
-        `count` completions of a prompt, with sampling settings in the server's names. Raises [`ServerMismatchError`] for
-        tokens that are not among the first `vocabulary` ones, and for log-probs that are NaN.
-        """
+        """`count` completions of a prompt, of the first `vocabulary` tokens, with sampling settings in the server's names."""
         # vLLM refuses `n > 1` when decoding is greedy
         wanted = {"prompt": [prompt] * count} if body["temperature"] == 0 else {"prompt": prompt, "n": count}
         body = body | wanted | {"model": self.model, "logprobs": 0, "return_token_ids": True}
@@ -213,18 +203,16 @@ class VLLMServer:
             raise ValueError("impossible tokens or log-probs")
         if vocabulary is not None and max(token_ids) >= vocabulary:
             raise ServerMismatchError(
-                f"The vLLM server {self.url} (model {self.model!r}) sent the token {max(token_ids)}, and the model that is trained "
-                f"has {vocabulary} tokens, from 0 to {vocabulary - 1}. Serve the model that is trained."
+                f"The vLLM server {self.url} (model {self.model!r}) sent the token {max(token_ids)}, and the model that is "
+                f"trained has {vocabulary} tokens, up to {vocabulary - 1}. Serve the model that is trained."
             )
         return Completion(token_ids, logprobs, truncated)
 
     def _refuse_nan(self, logprobs: Sequence[float | None]):
-        """Raise [`ServerMismatchError`] if a log-prob is null, which is how vLLM writes NaN."""
-        if None in logprobs:
+        if None in logprobs:  # vLLM's word for NaN
             raise ServerMismatchError(
-                f"The vLLM server {self.url} (model {self.model!r} in {self.dtype or 'its own type'}) sent log-probs that are null: its "
-                "logits are NaN. Look at the weights, that is at `grad_norm` and the loss of the last steps; at the type of the server "
-                "(`--dtype bfloat16` where float16 overflows); and at its log and its GPU, if only this server is concerned."
+                f"The vLLM server {self.url} (model {self.model!r}) sent log-probs that are null: its logits are NaN. Look at the weights "
+                "(loss and `grad_norm` of the last steps), at the server's `--dtype` (float16 overflows), and at its log and its GPU."
             )
 
     async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Output:

@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS, _MOST_SECONDS = 1.0, 30.0  # of the first pause, and of the longest: each is twice the one before
 _MOST_FAILURES = 5  # of one request, on servers that are healthy
-_PROBE = [1, 2]  # tokens to try a server on
 
 Send = Callable[[httpx2.AsyncClient, VLLMServer], Awaitable[Any]]
 """Sends a request to a server, and returns its result."""
@@ -99,8 +98,8 @@ class ServerPool:
     whenever it was idle or failed; with a request running, it cannot have restarted unnoticed. So a server that comes
     back with old weights is loaded and checked before it takes part again.
 
-    A server that fails several requests, or asks to come again later, is tried on a short prompt of its own before it takes part
-    again: what it fails until then says nothing against the requests. Its pauses grow while it answers none.
+    One that fails several requests, or asks to come again later, is tried on a short prompt before it takes part again, and what it
+    fails meanwhile says nothing against the requests. Its pauses grow while it answers none.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class ServerPool:
         try:
             await (server.learn_model(http) if self.snapshot is None else server.hold(http, self.snapshot))
             if len(server.failed) > 1 or isinstance(server.problem, BusyError):
-                await server.prompt_logprobs(http, _PROBE if self.snapshot is None else self.snapshot.probe)
+                await server.prompt_logprobs(http, [1, 2] if self.snapshot is None else self.snapshot.probe)
                 server.failed.clear()
         except UnansweredError as error:
             self._fail(server, error)
@@ -203,17 +202,14 @@ class ServerPool:
             logger.warning(
                 "The vLLM server %s %s (%s). It takes part again once it answers and holds the current weights; without "
                 "any server, training waits up to %g s (`recovery_timeout` of `vllm_server_kwargs`).",
-                server.url,
-                "asks to come again later" if isinstance(error, BusyError) else "failed",
+                *(server.url, "asks to come again later" if isinstance(error, BusyError) else "failed"),
                 *(error, self.recovery_timeout),
             )
         if server.problem is None or isinstance(error, BusyError):  # the first of an outage tells most
             server.problem = error
-        if server.ready:
-            server.outages += 1
+        server.outages += server.ready
         server.ready = False
-        wanted = error.seconds if isinstance(error, BusyError) else 0.0
-        if server.outages > 1 or wanted:
+        if (wanted := _wanted(error)) or server.outages > 1:
             server.rests_until = time.monotonic() + max(wanted, _pause(server.outages - 1))
         if all(other.problem is not None for other in self.servers):
             self.tell(_problems(self.servers))
@@ -309,11 +305,10 @@ class ServerPool:
     def _send_again(self, job: Job, server: VLLMServer, error: UnansweredError, jobs: "asyncio.Queue[Job]"):
         """Send a request again that a server has failed, unless healthy servers have failed it often."""
         server.failed.add(job)
-        if isinstance(error, BusyError) or len(server.failed) > 1:  # the server itself may be to blame
-            if self._seconds_left() <= 0:
-                raise self._hopeless() from error
-        else:
+        if not isinstance(error, BusyError) and len(server.failed) == 1:
             job.failed_on.append(server)
+        elif self._seconds_left() <= 0:  # the server itself may be to blame
+            raise self._hopeless() from error
         untried = [one for one in self.servers if one.problem is None and one not in job.failed_on]
         if len(job.failed_on) >= _MOST_FAILURES and not untried:
             final = ServerError(f"A request failed {len(job.failed_on)} times. The last time: {error}")
@@ -329,13 +324,16 @@ def _pause(attempt: int) -> float:
     return min(_RETRY_SECONDS * 2.0 ** min(attempt - 1, 10), _MOST_SECONDS)
 
 
+def _wanted(error: BaseException | None) -> float:
+    return error.seconds if isinstance(error, BusyError) else 0.0
+
+
 def _retrying(
     stop: Callable[[RetryCallState], bool], seconds_left: Callable[[], float] = lambda: _MOST_SECONDS
 ) -> AsyncRetrying:
     def wait(state: RetryCallState) -> float:
-        error: Any = state.outcome and state.outcome.exception()
-        wanted = error.seconds if isinstance(error, BusyError) else 0.0
-        return max(0.0, min(max(wanted, _pause(state.attempt_number)), seconds_left()))
+        error = state.outcome and state.outcome.exception()
+        return max(0.0, min(max(_wanted(error), _pause(state.attempt_number)), seconds_left()))
 
     return AsyncRetrying(retry=retry_if_exception_type(UnansweredError), wait=wait, stop=stop, reraise=True)
 
