@@ -14,12 +14,14 @@ from trl.trainer import grpo_trainer
 import nodes_run
 import tiny
 from fake_vllm import EMPTY, FakeVLLM, Reply
+from launches import gap, on_processes
 from lze_trl.app.views import run_row, standing
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.record import open_run
 from lze_trl.record.schema import Status
 from lze_trl.rewards import MajorityReward
 from lze_trl.servers.client import ServerError, ServerMismatchError
+from seeded_vllm import SeededVLLM
 from test_laws import distance
 from test_vllm_servers import assert_complete, changed, complete, loaded, make_groups
 
@@ -330,3 +332,21 @@ def test_a_completion_of_no_tokens_has_its_reward_and_no_share_in_the_loss(tmp_p
         empty = held["completion_ids"][:, 0] == trainer.processing_class.pad_token_id
         assert (held["tool_mask"] * held["completion_mask"])[empty].sum() == 0
         assert empty.any() == (strategy != "exact")  # which leaves out rows without a token in the loss
+
+
+def left_out_on_processes(directory, url, size):
+    settings = {"strategy": "exact", "generation_batch_size": 24, "per_device_train_batch_size": size}
+    nodes_run.main(directory, url, 2, mask_truncated_completions=True, save_steps=2, **settings)
+
+
+@pytest.mark.slow
+def test_two_processes_leave_out_what_one_leaves_out(tmp_path, request):
+    tokens = tiny.tokenizer()(tiny.prompts(12)["prompt"][2])["input_ids"]
+    for count in (1, 2):
+        server = SeededVLLM(by_loads=True)
+        request.addfinalizer(server.stop)
+        server.always = failing(400, lambda body: body.get("prompt") == tokens)
+        directory = tmp_path / str(count)
+        on_processes(count, tmp_path / f"{count}.log", left_out_on_processes, directory, server.url, 24 // count)
+        assert f"the prompt {tiny.prompts(12)['prompt'][2]!r}" in (tmp_path / f"{count}.log").read_text()
+    assert gap(*(tmp_path / count / "weights.pt" for count in "12")) < 1e-6
