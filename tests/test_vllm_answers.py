@@ -1,6 +1,7 @@
 """What servers and engines answer: late, damaged, endless, empty, for another prompt, and what ends a completion."""
 
 import gzip
+import json
 import re
 import threading
 import time
@@ -63,11 +64,13 @@ def test_busy_for_longer_than_many_tries_and_for_ever(fakes):
         complete(pool, make_groups(12))
 
 
-def test_pauses_grow(fakes):
+def test_pauses_grow_also_while_weights_are_loaded(fakes):
+    paths = ("/weight_info", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", COMPLETIONS)
+    fakes[0].faults = {path: [Reply(503)] for path in paths}
     pool = loaded(fakes[:1])
     fakes[0].faults[COMPLETIONS] = [Reply(503)] * 6
     fakes[0].times.clear()
-    assert_complete(pool, make_groups(1))
+    assert len(complete(pool, make_groups(1))[0]) == 3
     times = [at for path, at in fakes[0].times if path == COMPLETIONS]
     assert all(later - earlier >= 0.05 * 2**i for i, (earlier, later) in enumerate(pairwise(times[1:7])))
 
@@ -180,6 +183,15 @@ def test_a_server_that_computes_something_else_ends_the_run_at_once(train, chang
     with pytest.raises(ServerMismatchError, match=rf"http://127.0.0.1:\d+ .*{words}"):
         train("run", always)
     assert sum(asked) <= 3  # one for each prompt
+
+
+def test_a_probe_of_null_ends_the_run_at_once(fakes):
+    entries = [None, {"1": {"logprob": None}}, {"4": {"logprob": -1.0}}]
+    answer = json.dumps({"choices": [{"index": 0, "prompt_logprobs": entries}]}).encode()
+    fakes[0].always = failing(Reply(200, {}, answer))
+    with pytest.raises(ServerMismatchError, match="its logits are NaN"):
+        loaded(fakes[:1])
+    assert fakes[0].requests[COMPLETIONS] == 1
 
 
 BIG = b'{"choices": [' + b" " * 2**27

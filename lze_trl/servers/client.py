@@ -135,7 +135,7 @@ class VLLMServer:
             problem = f"{where} answered {status}: {_short(content.decode(errors='replace')) or '(empty)'}"
             if status < 400:
                 raise ServerError(f"{problem}, and sends us on to {_short(headers.get('location'))}. Name that")
-            if status in (429, 503) or (status >= 500 and "retry-after" in headers):
+            if status in (429, 503):
                 raise BusyError(problem, _retry_after(headers))
             if status == 408 or status >= 500:
                 raise ServerError(problem)
@@ -185,9 +185,10 @@ class VLLMServer:
                 raise ValueError(f"completions with the indices {indices} instead of {[*range(count)]}")
             if any(choice.get("prompt_token_ids") not in (None, prompt) for choice in choices):
                 raise ValueError("completions of another prompt")
-            return [self._completion(choice, body["max_tokens"], vocabulary) for choice in choices]
+            return [self._completion(choice, most_tokens, vocabulary) for choice in choices]
 
-        tokens = count * (body["max_tokens"] + len(prompt))
+        most_tokens = body["max_tokens"] or self.max_model_len
+        tokens = count * (most_tokens + len(prompt))
         return await self._request(http, "/v1/completions", body, read=completions, tokens=tokens)
 
     def _completion(self, choice: dict, most_tokens: int, vocabulary: int | None) -> Completion:

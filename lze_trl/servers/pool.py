@@ -136,7 +136,10 @@ class ServerPool:
         async def wait_for_all():
             async with open_client() as http:
                 await asyncio.gather(
-                    *(_retrying(stop_after_delay(timeout))(wait_for, http, server) for server in self.servers)
+                    *(
+                        _retrying(stop_after_delay(timeout), lambda: 5.0)(wait_for, http, server)
+                        for server in self.servers
+                    )
                 )
 
         try:
@@ -328,12 +331,10 @@ def _wanted(error: BaseException | None) -> float:
     return error.seconds if isinstance(error, BusyError) else 0.0
 
 
-def _retrying(
-    stop: Callable[[RetryCallState], bool], seconds_left: Callable[[], float] = lambda: _MOST_SECONDS
-) -> AsyncRetrying:
+def _retrying(stop: Callable[[RetryCallState], bool], longest: Callable[[], float]) -> AsyncRetrying:
     def wait(state: RetryCallState) -> float:
         error = state.outcome and state.outcome.exception()
-        return max(0.0, min(max(_wanted(error), _pause(state.attempt_number)), seconds_left()))
+        return max(0.0, min(max(_wanted(error), _pause(state.attempt_number)), longest()))
 
     return AsyncRetrying(retry=retry_if_exception_type(UnansweredError), wait=wait, stop=stop, reraise=True)
 
