@@ -218,7 +218,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """
-        `state` of the run and what it `waits_for` (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
+        `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
         (`updated`), and `seconds_left` at the median pace of the latest 20 steps; `None` for what is not known.
         """
         status = Status.read(self.directory)
@@ -230,8 +230,7 @@ class Run:
         pace, left = row.pop("pace"), None
         if status.state == "running" and status.max_steps and pace is not None:
             left = max(0.0, row["updated"] + (status.max_steps - row["steps"] + 1) * pace - time.time())
-        row |= {"state": status.state, "waits_for": status.waits_for if status.state == "running" else ""}
-        return row | {"max_steps": status.max_steps or None, "seconds_left": left}
+        return row | {"state": status.state, "max_steps": status.max_steps or None, "seconds_left": left}
 
     def summary(self) -> dict[str, Any]:
         """

@@ -131,4 +131,6 @@ class Status:
             return cls()
         if status.state == "running" and time.time() - status.time > _SILENT_SECONDS:
             status.state = "crashed"
+        if status.state != "running":
+            status.waits_for = ""
         return status
