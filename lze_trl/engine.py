@@ -29,6 +29,7 @@ from .memory.identity import ID_COLUMN
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
 from .rewards.grading import thinking_prefix
+from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
 from .rollout.guard import RewardNotes, checked, is_plain_function
@@ -180,11 +181,38 @@ class Engine:
         """Weight of each reward function, shape `(F,)`."""
         return self._trainer.reward_weights
 
-    @property
-    def end_tokens(self) -> list[int]:
-        """Tokens of which one ends a completion that is not truncated."""
-        ends = getattr(self._trainer, "eos_token_ids", [self.tokenizer.eos_token_id])  # TRL 1.13 knows one only
-        return [*ends, self.tokenizer.pad_token_id]
+    def make_answers(self) -> Answers:
+        """What knows truncated completions. It listens to vLLM in TRL's modes; who asks servers over HTTP tells it."""
+        trainer, args, tokenizer = self._trainer, self._trainer.args, self.tokenizer
+        given, config = args.generation_kwargs or {}, getattr(trainer.model, "generation_config", None)
+        ends = [tokenizer.eos_token_id, tokenizer.pad_token_id, getattr(config, "eos_token_id", None)]
+        ends += [given.get(name) for name in ("eos_token_id", "stop_token_ids")]
+        silent = trainer.use_vllm and args.vllm_mode == "server" and not trainer.tools and given.get("stop")
+        limit = given.get("max_tokens", args.max_completion_length) if silent else 0
+        tokens = [token for end in ends for token in (end if isinstance(end, (list, tuple)) else [end])]
+        answers = Answers([token for token in tokens if token is not None], tokenizer.pad_token_id, limit)
+        if not trainer.use_vllm:
+            return answers
+        generation: Any = trainer.vllm_generation
+        theirs, llm = generation.generate, vars(generation).get("llm")  # of the mode `colocate`
+
+        def filled(*args: Any, **kwargs: Any) -> tuple:
+            prompts, completions, logprobs, *others = theirs(*args, **kwargs)
+            answers.fill(prompts, completions, logprobs, [0.0])
+            return prompts, completions, logprobs, *others
+
+        generation.generate = filled
+        if llm is not None:
+            of_llm = llm.generate
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                outputs = of_llm(*args, **kwargs)
+                for prompt, one in ((output.prompt_token_ids, one) for output in outputs for one in output.outputs):
+                    answers.note(prompt, one.token_ids, one.finish_reason == "length")
+                return outputs
+
+            llm.generate = noted
+        return answers
 
     @property
     def tokenizer(self) -> Any:
@@ -345,17 +373,18 @@ class Engine:
             for i in range(len(inputs))
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
-        noted = trainer.reward_notes
+        noted, answers = trainer.reward_notes, trainer.answers
+        answers.see(completion_ids, prompt_ids)
         noted.begin_round(len(inputs))
         funcs = list(trainer.reward_funcs)
         for column in may_fail:
             funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
         with altered(trainer, reward_funcs=funcs) as view:
             rewards = view._calculate_rewards(inputs, prompts, completions, completion_ids)
-        reasons = failures(trainer.environments)
-        if reasons:
-            ids = [int(row[ID_COLUMN]) for row in inputs]
-            trainer.episodes.observe(ids, prompts, reasons)
+        reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
+        if of_episodes := failures(trainer.environments):
+            trainer.episodes.observe(ids, prompts, of_episodes)
+        answers.warn(ids, prompts)
         if images is None:  # as from a `rollout_func`
             images = [images_of(row) for row in inputs]
             images = images if any(images) else None
@@ -375,20 +404,20 @@ class Engine:
         counted = loss_mask
         if logprobs is None and watch is not None:
             logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
-        ends = self.end_tokens
+        truncated = answers.truncated
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
             "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
             "completion_tokens": np.array([len(ids) for ids in completion_ids]),
             "loss_tokens": loss_tokens(
-                completion_ids, loss_mask, ends if trainer.mask_truncated_completions else None
+                completion_ids, loss_mask, truncated if trainer.mask_truncated_completions else None
             ),
             # Places after the shuffle that TRL would do here
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
             "logprobs": sequence_logprobs(logprobs, counted, len(inputs)),
-            "cut_off": np.array([not ids or ids[-1] not in ends for ids in completion_ids], dtype=np.int64),
+            "cut_off": np.array(truncated, dtype=np.int64),
         }
-        if reasons:
+        if trainer.environments is not None or self.over_http:
             numbers["failed"] = np.array([reason is not None for reason in reasons], dtype=np.int64)
         return held, numbers, rewards
 
@@ -410,6 +439,34 @@ class Engine:
         except _RolledOut as rolled_out:
             return rolled_out.args
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
+
+    def generated(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
+        """
+        What TRL's `_generate`, here `by_trl`, returns of a copy of the trainer and of prompts: with completions of no tokens filled in, and
+        its metrics of truncated ones by the engine's word.
+        """
+        trainer, answers = self._trainer, self._trainer.answers
+
+        def filled(prompts: list, view: Any) -> dict[str, Any]:
+            output = trainer.rollout_func(prompts, view)
+            if {"prompt_ids", "completion_ids", "logprobs"} <= output.keys():  # else TRL refuses it
+                answers.fill(output["prompt_ids"], output["completion_ids"], output["logprobs"])
+            return output
+
+        answers.forget()
+        with altered(trainer, **({} if trainer.rollout_func is None else {"rollout_func": filled})) as view:
+            prompt_ids, completion_ids, mask, *others = by_trl(view, prompts)
+        answers.see(completion_ids, prompt_ids)
+        if trainer.use_vllm or trainer.args.generation_kwargs:
+            table = [[sum(m) for m in mask] if mask else [*map(len, completion_ids)], answers.truncated]
+            columns = torch.tensor(table, device=trainer.accelerator.device).T.contiguous()
+            lengths, cut = trainer.accelerator.gather(columns).float().T
+            ended = lengths[cut == 0] if (cut == 0).any() else torch.zeros(1)
+            metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+            metrics["completions/clipped_ratio"][-1] = cut.mean().item()
+            for name in ("mean", "min", "max"):
+                metrics[f"completions/{name}_terminated_length"][-1] = getattr(ended, name)().item()
+        return prompt_ids, completion_ids, answers.covered(completion_ids, mask), *others
 
     def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
         """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
@@ -476,6 +533,11 @@ class Engine:
             changes |= {"environment_factories": over, "_environment_pool": pool, "environments": None}
             for row, name in zip(inputs, chosen.held.get("environment", ()), strict=False):
                 row["environment"] = name
+        cut_off = drawn.cut_off[held_rows]
+        ends = getattr(trainer, "eos_token_ids", [self.tokenizer.eos_token_id])  # by which TRL goes; 1.13 knows one
+        differs = cut_off.tolist() != [ids[-1] not in (*ends, self.tokenizer.pad_token_id) for ids in completions]
+        if masked := trainer.mask_truncated_completions and differs:
+            changes["mask_truncated_completions"] = False
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
         with altered(trainer, **changes) as view:
@@ -491,6 +553,8 @@ class Engine:
                 self.metrics["frac_reward_zero_std"][-1] = share
         if "uniform" in drawn.facts:
             self._log_uniform(drawn, drawn.facts["uniform"])
+        for name in {"completion_mask", "tool_mask"} & output.keys() if masked else ():
+            output[name] = output[name] * torch.tensor(1 - cut_off).to(output[name])[:, None]
         output["advantages"] = torch.tensor(advantages[held_rows]).float().to(trainer.accelerator.device)
         trainer._logs.update(_filled(table, drawn, trainer.log_multimodal))
         self._log_noted()
@@ -685,15 +749,14 @@ def _table(size: int) -> dict[str, Any]:
 
 
 def loss_tokens(
-    completion_ids: list[list[int]], masks: list[list[int]] | None, ends: list[int] | None = None
+    completion_ids: list[list[int]], masks: list[list[int]] | None, truncated: Sequence[bool] | None = None
 ) -> np.ndarray:
     """
-    Tokens of each completion that the loss covers, shape `(n,)`: those with 1 in its mask. None of a truncated one, which does not
-    end with one of `ends`, if these are given.
+    Tokens of each completion that the loss covers, shape `(n,)`: those with 1 in its mask. None of one that is `truncated`, if that is
+    given.
     """
-    counts = [len(ids) for ids in completion_ids] if masks is None else [sum(mask) for mask in masks]
-    covered = [ends is None or ids[-1] in ends for ids in completion_ids]
-    return np.where(covered, np.array(counts, dtype=np.int64), 0)
+    counts = np.array([len(ids) for ids in completion_ids] if masks is None else [sum(mask) for mask in masks])
+    return counts.astype(np.int64) * (1 if truncated is None else ~np.array(truncated, dtype=bool))
 
 
 def sequence_logprobs(

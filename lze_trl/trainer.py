@@ -37,7 +37,7 @@ from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
-from .rollout.episodes import Episodes, failures, guarded
+from .rollout.episodes import Episodes, guarded
 from .rollout.guard import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
@@ -140,7 +140,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             args, train_dataset, funcs, given, planner, controller, own_sampler, selector
         )
         callables = [
-            reader(func, lambda ballots: None, (), True) if isinstance(func, GroupReward) else func for func in funcs
+            reader(func, lambda ballots: None, list, True) if isinstance(func, GroupReward) else func for func in funcs
         ]
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
@@ -154,7 +154,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not recurring:
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
         self.model.add_model_tags(["lze"])
-        self.reward_notes, self.episodes = RewardNotes(), Episodes()
+        self.reward_notes, self.episodes, self.answers = RewardNotes(), Episodes(), Engine(self).make_answers()
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, JITCheckpointCallback):
                 callback.__class__ = CheckpointAtStepEnd
@@ -167,6 +167,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             generation = HTTPGeneration(self.model, self.accelerator, Engine(self).tokenizer, args)
             generation.before_sync = lambda: self.generation_step.drain(Engine(self))
+            generation.note, generation.pool.tell = self.answers.note, self._waits
             Engine(self).connect(generation)
         left_out = ""
         if recurring:
@@ -221,6 +222,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.accelerator,
             writes,
         )
+
+    def _waits(self, words: str):
+        """Show what servers are waited for, and with `""` that they are back."""
+        if self.is_in_train:
+            self.generation_step.recorder.wait(words, self.generation_step.batches_made)
 
     def _passes_over(self, prompts: Any, planner: Planner, controller: RolloutController) -> Passes:
         """The plans of generation batches over prompts with ids."""
@@ -338,6 +344,10 @@ class LZEGRPOTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         return self.generation_step.micro_batch()
 
+    def _generate(self, prompts: list):
+        # Differs from TRL: a completion may be empty, and metrics take the engine's word for which one is truncated
+        return Engine(self).generated(prompts, super(LZEGRPOTrainer, type(self))._generate)
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
         # rewards of whole groups are settled; in training that follows when all rounds are there
@@ -346,20 +356,26 @@ class LZEGRPOTrainer(GRPOTrainer):
         notes = self.reward_notes if self.model.training else None
         ballots: dict[int, list] = {} if notes is None else notes.ballots
         ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
-        ends = Engine(self).end_tokens
+        answers, environments = self.answers, self.environments
+        answers.see(completion_ids_list)
 
         def enter(column: int, read: list[Any]):
-            ballots[column] = of_all(read, failures(self.environments))  # others may fail after the call
+            ballots[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
+
+        def truncated() -> list[bool]:
+            pairs = zip(answers.truncated, answers.reasons(environments), strict=True)
+            return [cut for cut, reason in pairs if reason is None]
 
         funcs = [
-            reader(func, partial(enter, i), ends, self.model.training) if isinstance(func, GroupReward) else func
+            reader(func, partial(enter, i), truncated, self.model.training) if isinstance(func, GroupReward) else func
             for i, func in enumerate(self.reward_funcs)
         ]
-        funcs = [checked(func, name, notes) for func, name in zip(funcs, self.reward_func_names, strict=True)]
+        names = self.reward_func_names
+        funcs = [checked(func, name, notes, answers.reasons) for func, name in zip(funcs, names, strict=True)]
         with altered(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
-        if self.environments is not None:  # whatever a reward model makes of failed episodes
-            failed = [reason is not None for reason in failures(self.environments)]
+        if environments is not None or self.args.over_http:  # whatever a reward model makes of failed completions
+            failed = [reason is not None for reason in answers.reasons(environments)]
             rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
         if torch.isinf(rewards).any():  # of a reward model, or too large for float32
             column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])

@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -21,7 +22,19 @@ SHORT = "short"  # an answer with a completion too few,
 EMPTY = b""  # an answer without a body,
 OTHER = b'{"data": []}'  # an answer of another form, as any other bytes are,
 SILENT_503 = "silent"  # status 503 without a body, as vLLM's health check has it when its engine has died
-# vLLM's words for that
+
+
+@dataclass
+class Reply:
+    """A fault: any answer, byte for byte. `promised` is the length that its header names, by default the true one."""
+
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b"{}"
+    promised: int | None = None
+
+
+# vLLM's words for a dead engine
 DEAD_ENGINE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 
 
@@ -48,6 +61,10 @@ class FakeVLLM:
     ):
         self.vocab_size, self.dtype = vocab_size, str(dtype)
         self.faults: dict[str, list] = {}  # by path, used up one a request
+        self.always: Callable[[str, dict], object] = lambda path, body: (
+            None
+        )  # the fault of a request that has none of these
+        self.times: list[tuple[str, float]] = []  # of each request, its path and when it came
         self.requests: Counter = Counter()
         self.bodies: list[dict] = []
         self.delay = 0.0
@@ -98,7 +115,8 @@ class FakeVLLM:
         path = handler.path.split("?")[0]
         with self._lock:
             self.requests[path] += 1
-            fault = self.faults[path].pop(0) if self.faults.get(path) else None
+            self.times.append((path, time.time()))
+            fault = self.faults[path].pop(0) if self.faults.get(path) else self.always(path, body)
             self.running += path == "/v1/completions"
             self.most_running = max(self.most_running, self.running)
         try:
@@ -117,6 +135,8 @@ class FakeVLLM:
             return 503, None
         if self.engine_dead:
             return 500, {"error": {"message": DEAD_ENGINE}}
+        if isinstance(fault, Reply):
+            return fault.status, None
         if isinstance(fault, int):
             return fault, {"error": {"message": f"fault {fault} on command"}}
         config = {"dtype": self.dtype, "logprobs_mode": "processed_logprobs"}
@@ -162,10 +182,16 @@ class FakeVLLM:
             data = data[: len(data) // 2]
         if isinstance(fault, bytes):
             data = fault
+        reply = fault if isinstance(fault, Reply) else Reply(body=data)
         handler.send_response(status)
-        handler.send_header("content-length", str(len(data)))
+        for name, value in reply.headers.items():
+            handler.send_header(name, value)
+        handler.send_header("content-length", str(len(reply.body) if reply.promised is None else reply.promised))
         handler.end_headers()
-        handler.wfile.write(data)
+        handler.wfile.write(reply.body)
+        if reply.promised is not None:
+            handler.close_connection = True
+            _cut(handler.connection)
 
 
 def _cut(connection: socket.socket):

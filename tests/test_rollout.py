@@ -16,14 +16,14 @@ from samples import NAN
     ("masks", "mask_truncated", "expected"),
     [
         (None, False, [3, 2, 1]),
-        (None, True, [3, 0, 1]),  # row 1 does not end with an end token
+        (None, True, [3, 0, 1]),  # row 1 is truncated
         ([[1, 0, 1], [0, 1], [1]], False, [2, 1, 1]),
         ([[1, 0, 1], [0, 1], [1]], True, [2, 0, 1]),
     ],
 )
 def test_loss_tokens(masks, mask_truncated, expected):
-    ends = [1, 0] if mask_truncated else None
-    assert loss_tokens([[7, 8, 1], [7, 8], [0]], masks, ends).tolist() == expected
+    truncated = [False, True, False] if mask_truncated else None
+    assert loss_tokens([[7, 8, 1], [7, 8], [0]], masks, truncated).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,10 @@ def brightest(shares: np.ndarray) -> float:
 
 def standing(run: Run) -> Markup:
     """Whether the run is training."""
-    status = run.status()
-    return HTML.standing(status, status["updated"] and datetime.fromtimestamp(status["updated"]), _left(status))
+    status, left = run.status(), Status.read(run.directory).waits_for
+    return HTML.standing(
+        status, status["updated"] and datetime.fromtimestamp(status["updated"]), left or _left(status)
+    )
 
 
 def _left(status: dict[str, Any]) -> str:
@@ -172,7 +174,8 @@ def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.Dat
 def version(run: Run) -> tuple:
     """Changes when a run has recorded or evaluated something, or ended."""
     evaluations = sorted((str(path), path.stat().st_mtime_ns) for path in run.directory.parent.glob(RESULT_FILES))
-    return hash(run.version), Status.read(run.directory).state, *evaluations
+    status = Status.read(run.directory)
+    return hash(run.version), status.state, status.waits_for, *evaluations
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -183,7 +186,7 @@ def run_row(run: Run) -> dict[str, Any]:
 @lru_cache(maxsize=1024)
 def _run_row(run: Run, version: tuple) -> dict[str, Any]:
     summary, points, status = run.summary(), curve(run), run.status()
-    left = _left(status)
+    left = "waits for servers" if Status.read(run.directory).waits_for else _left(status)
     last = points.iloc[-1] if len(points) else dict.fromkeys(points, np.nan)
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
     groups, known = max(summary["groups"], 1), accuracies(run)

@@ -46,7 +46,7 @@ class Advice:
     @property
     def _names(self) -> list[str]:
         of_funcs = [f"{kind}.{i}" for kind in ("low", "high", "without") for i in range(len(self.reward_names))]
-        return [*CAUSES, "dead", "cut_off_rows", "rate", "price", "blind", *of_funcs]
+        return [*CAUSES, "dead", "cut_off_rows", "failed", "rate", "price", "blind", *of_funcs]
 
     def see(self, batch: Batch, causes: np.ndarray, forecasts: np.ndarray, learning_rate: float):
         """
@@ -65,6 +65,7 @@ class Advice:
             **{cause: np.mean(whole == cause) for cause in CAUSES},
             "dead": np.mean(whole != ""),
             "cut_off_rows": rows.mean(),
+            "failed": batch.failed.mean() if "failed" in batch.rows else 0.0,
             "rate": learning_rate,
             "price": self._price(batch, forecasts),
             "blind": np.isnan(batch.logprobs).all(),
@@ -150,6 +151,11 @@ class Advice:
             said["learning_rate"] = (
                 f"The learning rate was 0 in each of the last {batches}: no weight changes. Set `learning_rate`, and check the "
                 "warmup and the scheduler."
+            )
+        if table["failed"].any():
+            said["failed"] = (
+                f"{table['failed'].mean():.1%} of the completions of the last {batches} failed, and were left out. The log names their prompts "
+                "and says why: leave these out of the training set, or mend the server or the environment."
             )
         if self.args.controller == "gate" and table["blind"].all():
             said["logprobs"] = (

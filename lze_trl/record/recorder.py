@@ -76,6 +76,11 @@ class Recorder:
         if self._writer is not None:
             self._writer.advise(list(lines.values()))
 
+    def wait(self, words: str, generation: int):
+        """Record what the run waits for, `""` for nothing, before the batch `generation`."""
+        if writer := self._open(generation):
+            writer.wait(words)
+
     def flush(self):
         """Write what has been recorded so far."""
         if self._writer is not None:

@@ -116,6 +116,7 @@ class Status:
     time: float = 0.0  # of the last renewal, in Unix seconds
     max_steps: int = 0  # optimizer steps planned, 0 if unknown
     advice: list[str] = field(default_factory=list)  # sentences that are due, see [`~lze_trl.record.advice.Advice`]
+    waits_for: str = ""  # the servers that a running one waits for, and why
 
     def write(self, directory: Path):
         """Write the file, with the time of now."""
@@ -130,4 +131,6 @@ class Status:
             return cls()
         if status.state == "running" and time.time() - status.time > _SILENT_SECONDS:
             status.state = "crashed"
+        if status.state != "running":
+            status.waits_for = ""
         return status

@@ -103,6 +103,12 @@ class TelemetryWriter:
             self._status.advice = lines
             self._write_status()
 
+    def wait(self, words: str):
+        """Write what the run waits for, if it is something else than before."""
+        if words != self._status.waits_for:
+            self._status.waits_for = words
+            self._write_status()
+
     def flush(self):
         """Write what is queued. What fails is written the next time, and nothing twice."""
         with self._lock:

@@ -56,11 +56,18 @@ FAILED = -1e30
 """Stands for the score of a completion where a reward function that may fail does: no reward is like it."""
 
 
-def checked(reward_func: Any, name: str, notes: RewardNotes | None = None, may_fail: bool = False) -> Any:
+def checked(
+    reward_func: Any,
+    name: str,
+    notes: RewardNotes | None = None,
+    reasons_now: Callable[[Any], list[str | None]] = failures,
+    may_fail: bool = False,
+) -> Any:
     """
     A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
     exception says `name`, or gives every completion `FAILED` if it `may_fail`. A reward model is left as it is. What it logs goes
-    into the `notes`, if they are given, and else to TRL.
+    into the `notes`, if they are given, and else to TRL. `reasons_now` says of environments why each completion has failed, as
+    [`failures`] does: the function does not see those.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
     """
@@ -68,7 +75,7 @@ def checked(reward_func: Any, name: str, notes: RewardNotes | None = None, may_f
         return reward_func
 
     def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str | None]]:
-        reasons = failures(kwargs.get("environments"))  # before the call, in which further episodes may fail
+        reasons = reasons_now(kwargs.get("environments"))  # before the call, in which further episodes may fail
         given = _of_episodes(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
 

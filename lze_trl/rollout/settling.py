@@ -48,18 +48,19 @@ class GroupReward(Protocol):
         """Judge one whole group; unless it is `final`, completions may still be added."""
 
 
-def reader(reward: GroupReward, notes: Callable[[list[Any]], None], ends: Sequence[int], training: bool) -> Callable:
+def reader(
+    reward: GroupReward, notes: Callable[[list[Any]], None], truncated: Callable[[], list[bool]], training: bool
+) -> Callable:
     """
     A reward function for TRL to call in place of a group reward, whose column is overwritten once groups are settled: it hands
-    the ballots to `notes`. Completions that end with none of the tokens `ends` are truncated.
+    the ballots to `notes`. `truncated` says which of the completions are.
     """
 
     def unsettled(
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], log_extra: Callable, **kwargs: Any
     ) -> list[float]:
         columns = {name: values for name, values in kwargs.items() if name not in _NO_COLUMNS}
-        truncated = [not ids or ids[-1] not in ends for ids in completion_ids]
-        given = {"completions": completions, "truncated": truncated, "training": training, "log_extra": log_extra}
+        given = {"completions": completions, "truncated": truncated(), "training": training, "log_extra": log_extra}
         notes(read(reward, columns | given))
         return [0.0] * len(completions)
 

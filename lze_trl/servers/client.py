@@ -1,9 +1,12 @@
 """One vLLM server, spoken to over plain HTTP. What it answers is checked before anything uses it."""
 
 import asyncio
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,10 +23,24 @@ _ROUNDING = 1e-3  # by which a log-prob may be above 0
 _MOST_SAME_SYNCS = 2
 _LEAST_CHANGED = 0.01  # share of the weights, summed over the syncs
 _LEAST_MOVED = 4e-6  # of the trainer's log-probs, in nats: some units in the last place of float32
+# Bytes of an answer: of any, and of each token, with its text, its log-prob and their punctuation in JSON
+_BYTES, _BYTES_OF_TOKEN = 2**24, 2**10
 
 
-class ServerError(RuntimeError):
-    """A server failed or sent a damaged answer. Another server, or this one later, may do better."""
+class UnansweredError(RuntimeError):
+    """A request has got no answer. Another server, or this one later, may do better."""
+
+
+class ServerError(UnansweredError):
+    """A server failed or sent a damaged answer."""
+
+
+class BusyError(UnansweredError):
+    """A server asked to come again later, after so many `seconds` at the earliest. This says nothing against the request."""
+
+    def __init__(self, message: str, seconds: float):
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class RequestRefusedError(ValueError):
@@ -31,7 +48,7 @@ class RequestRefusedError(ValueError):
 
 
 class ServerMismatchError(ValueError):
-    """A server has another model or other weights than it must have."""
+    """A server has another model or other weights than it must have, or does not serve us."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,8 @@ class Completion:
 
     token_ids: list[int]  # of length C, the end token included
     logprobs: list[float]  # of each token, in nats, as it was sampled
+    truncated: bool = False  # whether a limit cut it off, by the server's word
+    failure: str | None = None  # why there is no completion, in which case it has no tokens
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,8 @@ class SameAnswers:
 class VLLMServer:
     """
     One vLLM server, asked through an `httpx2.AsyncClient`, and what is known of it. Every request raises [`ServerError`]
-    if the server fails or takes longer than `request_timeout` seconds, and [`RequestRefusedError`] if it refuses.
+    if the server fails or takes longer than `request_timeout` seconds, [`BusyError`] if it asks to come again later, and
+    [`RequestRefusedError`] if it refuses.
     """
 
     def __init__(self, url: str, request_timeout: float):
@@ -99,36 +119,58 @@ class VLLMServer:
         self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
-        self.problem: ServerError | None = None  # of the outage that it is in
+        self.problem: UnansweredError | None = None  # of the outage that it is in
+        self.answered = 0  # requests since the last load
+        self.outages = 0  # since it last answered a request
+        self.failed: set[object] = set()  # requests that have failed here since then
+        self.rests_until = 0.0  # in monotonic seconds
 
     # ---- Requests ----
 
     async def _request(
-        self, http: httpx2.AsyncClient, path: str, body: dict | None = None, read: Callable = lambda answer: answer
+        self,
+        http: httpx2.AsyncClient,
+        path: str,
+        body: dict | None = None,
+        read: Callable = lambda answer: answer,
+        tokens: int = 0,
     ) -> Any:
-        """Send a request, as a POST if it has a body, and return what `read` finds in the JSON of the answer."""
+        """Send a request, as a POST if it has a body; what `read` finds in the JSON of the answer, which is about so many `tokens`."""
         method = "GET" if body is None else "POST"
-        where = f"{method} {self.url}{path}"
+        where, limit = f"{method} {self.url}{path}", _BYTES + _BYTES_OF_TOKEN * tokens
+        content = bytearray()
         try:
-            async with asyncio.timeout(self.request_timeout):  # that of the HTTP library is one between bytes
-                response = await http.request(method, self.url + path, json=body)
+            async with (
+                asyncio.timeout(self.request_timeout),  # that of the HTTP library is one between bytes
+                http.stream(method, self.url + path, json=body) as response,
+            ):
+                async for part in response.aiter_bytes():  # unpacked, in small parts
+                    content += part
+                    if len(content) > limit:
+                        raise ServerError(f"{where}: an answer of more than {limit:,} bytes, the limit for it")
         except TimeoutError as error:
             raise ServerError(f"{where}: no complete answer within {self.request_timeout:g} s") from error
         except httpx2.RequestError as error:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from error
-        status = response.status_code
-        if status >= 400:
-            problem = f"{where} answered {status}: {_short(response.text) or '(empty)'}"
-            if status in (408, 429) or status >= 500:
+        status, headers = response.status_code, response.headers
+        if not 200 <= status < 300:
+            problem = f"{where} answered {status}: {_short(content.decode(errors='replace')) or '(empty)'}"
+            if status < 400:
+                raise ServerError(f"{problem}, and sends us on to {_short(headers.get('location'))}. Name that")
+            if status in (429, 503):
+                raise BusyError(problem, _retry_after(headers))
+            if status == 408 or status >= 500:
                 raise ServerError(problem)
             if status == 404 and path != "/v1/completions":
                 raise ServerMismatchError(
                     f"{problem}. Start the server as vLLM's OpenAI API server, version 0.32 or later, with the variable "
                     "VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
                 )
-            raise RequestRefusedError(problem)
+            raise (RequestRefusedError if status in (400, 413, 422) else ServerMismatchError)(problem)
         try:
-            return read(response.json() if response.content else {})
+            return read(json.loads(content) if content else {})
+        except ServerMismatchError:
+            raise
         except _MISREADINGS as error:
             raise ServerError(f"{where} sent a damaged answer: {_short(repr(error))}") from error
 
@@ -151,8 +193,10 @@ class VLLMServer:
         path = "/server_info?config_format=json"
         self.dtype, self.logprobs_mode = await self._request(http, path, read=settings)
 
-    async def complete(self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict) -> list[Completion]:
-        """`count` completions of a prompt, with sampling settings in the server's names."""
+    async def complete(
+        self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict, vocabulary: int | None = None
+    ) -> list[Completion]:
+        """`count` completions of a prompt, of the first `vocabulary` tokens, with sampling settings in the server's names."""
         # vLLM refuses `n > 1` when decoding is greedy
         wanted = {"prompt": [prompt] * count} if body["temperature"] == 0 else {"prompt": prompt, "n": count}
         body = body | wanted | {"model": self.model, "logprobs": 0, "return_token_ids": True}
@@ -161,21 +205,38 @@ class VLLMServer:
             choices = sorted(answer["choices"], key=itemgetter("index"))
             if (indices := [choice["index"] for choice in choices]) != [*range(count)]:
                 raise ValueError(f"completions with the indices {indices} instead of {[*range(count)]}")
-            return [self._completion(choice, body["max_tokens"]) for choice in choices]
+            if any(choice.get("prompt_token_ids") not in (None, prompt) for choice in choices):
+                raise ValueError("completions of another prompt")
+            return [self._completion(choice, most_tokens, vocabulary) for choice in choices]
 
-        return await self._request(http, "/v1/completions", body, read=completions)
+        most_tokens = body["max_tokens"] or self.max_model_len
+        tokens = count * (most_tokens + len(prompt))
+        return await self._request(http, "/v1/completions", body, read=completions, tokens=tokens)
 
-    def _completion(self, choice: dict, most_tokens: int) -> Completion:
+    def _completion(self, choice: dict, most_tokens: int, vocabulary: int | None) -> Completion:
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        _check_reason(choice)
+        truncated = _check_reason(choice) == "length"
         if not 0 < len(token_ids) == len(logprobs) <= most_tokens:
             raise ValueError(
                 f"{len(token_ids)} tokens and {len(logprobs)} log-probs, where {most_tokens} is the limit"
             )
-        known = all(token_id >= 0 for token_id in token_ids)
+        self._refuse_nan(logprobs)
+        known = all(type(token_id) is int and token_id >= 0 for token_id in token_ids)
         if not known or not all(_LOWEST_LOGPROB <= logprob <= _ROUNDING for logprob in logprobs):  # nor NaN
             raise ValueError("impossible tokens or log-probs")
-        return Completion(token_ids, logprobs)
+        if vocabulary is not None and max(token_ids) >= vocabulary:
+            raise ServerMismatchError(
+                f"The vLLM server {self.url} (model {self.model!r}) sent the token {max(token_ids)}, and the model that is "
+                f"trained has {vocabulary} tokens, up to {vocabulary - 1}. Serve the model that is trained."
+            )
+        return Completion(token_ids, logprobs, truncated)
+
+    def _refuse_nan(self, logprobs: Sequence[float | None]):
+        if None in logprobs:  # vLLM's word for NaN
+            raise ServerMismatchError(
+                f"The vLLM server {self.url} (model {self.model!r}) sent log-probs that are null: its logits are NaN. Look at the weights "
+                "(loss and `grad_norm` of the last steps), at the server's `--dtype` (float16 overflows), and at its log and its GPU."
+            )
 
     async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Output:
         """One completion of a text or of a conversation, with sampling settings in the server's names."""
@@ -194,9 +255,8 @@ class VLLMServer:
             end = "" if is_text or parsed else self._chat_end or ""
             return Output(text, int(answer["usage"]["completion_tokens"]), _check_reason(choice) == "length", end)
 
-        return await self._request(
-            http, path, body | {"model": self.model, "prompt" if is_text else "messages": prompt}, read
-        )
+        body = body | {"model": self.model, "prompt" if is_text else "messages": prompt}
+        return await self._request(http, path, body, read, tokens=body.get("max_tokens") or self.max_model_len)
 
     async def _end_of_chat(self, http: httpx2.AsyncClient, messages: list[dict[str, str]]) -> str:
         """The last tokens of a conversation as the server's template renders it; nothing if it does not say."""
@@ -211,10 +271,12 @@ class VLLMServer:
 
         def logprobs(answer: dict) -> list[float]:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
-            return [float(entry[str(token)]["logprob"]) for entry, token in zip(entries, tokens[1:], strict=True)]
+            found = [entry[str(token)]["logprob"] for entry, token in zip(entries, tokens[1:], strict=True)]
+            self._refuse_nan(found)
+            return [*map(float, found)]
 
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        return await self._request(http, "/v1/completions", body, read=logprobs)
+        return await self._request(http, "/v1/completions", body, read=logprobs, tokens=len(tokens))
 
     # ---- Weights ----
 
@@ -292,6 +354,16 @@ def _check_reason(choice: dict) -> str:
     return choice["finish_reason"]
 
 
+def _retry_after(headers: Mapping[str, str]) -> float:
+    """Seconds that an answer asks to wait, as a number or as a date; 0 if it names none."""
+    wanted = headers.get("retry-after", "")
+    with suppress(ValueError, OverflowError):
+        return max(
+            0.0, float(wanted) if wanted.isdecimal() else parsedate_to_datetime(wanted).timestamp() - time.time()
+        )
+    return 0.0
+
+
 def _short(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 500 else f"{text[:500]}…"
@@ -300,4 +372,5 @@ def _short(value: Any) -> str:
 def open_client() -> httpx2.AsyncClient:
     """A client without limits of its own, which goes to the servers directly, whatever proxy the environment names."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx2.AsyncClient(timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT), limits=limits, trust_env=False)
+    timeout, plain = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT), {"accept-encoding": "identity"}
+    return httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=False, headers=plain)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,10 @@ class HTTPGeneration:
         self.model, self.accelerator, self.processing_class, self.args = model, accelerator, processing_class, args
         self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
         self._syncs = 0
-        self._changes, self._reference = (
-            ChangedShare(),
-            [0.0],
-        )  # of the exports; the log-probs of the probe in the last one
+        self._changes = ChangedShare()
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
+        # Called with the tokens of each prompt and completion, whether it is truncated, and why there is none
+        self.note: Callable[[list[int], list[int], bool, str | None], None] = lambda *word: None
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
         self._foresees = True  # whether the next call may be foreseen
@@ -98,6 +98,7 @@ class HTTPGeneration:
                 "`ensure_weight_tying=True`."
             )
         self.pool = ServerPool(args.vllm_server_urls, *limits)
+        self._vocabulary = base_model(model).config.get_text_config().vocab_size
         self._probe, self._dtype, self.context_length = self._on_main_process(self._connect)
 
     def _connect(self) -> tuple[list[int], torch.dtype, int]:
@@ -185,11 +186,16 @@ class HTTPGeneration:
         completions = [completion for group in groups for completion in group]
         begin = sum(sizes[: self.accelerator.process_index])
         local = completions[begin : begin + len(prompts)]
+        for prompt, one in zip(prompts, local, strict=True):
+            self.note(prompt, one.token_ids, one.truncated, one.failure)
         of_tokens = [[[logprob] for logprob in completion.logprobs] for completion in local]
         return prompts, [completion.token_ids for completion in local], of_tokens, None
 
     def generate_groups(self, prompts: list[list[int]], counts: list[int]) -> list[list[Completion]]:
-        """Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups."""
+        """
+        Complete each prompt as often as asked, at least once. Every process gives the same arguments, and gets all groups. Where no
+        server can complete a prompt, and they have completed others, its completions are one token each and have a `failure`.
+        """
         mode = "train" if self.model.training else "eval"  # an evaluation changes nothing of the training
         groups = self._groups(prompts, counts, f"{mode}/{self.batches[mode]}")
         if self._begins:
@@ -237,7 +243,7 @@ class HTTPGeneration:
                 serving.end.result()
             self._ahead, self._foreseen = self._foreseen, {}
             completed = True
-            return [result.result() for result in results]
+            return [self._completions(group, result) for group, result in zip(groups, results, strict=True)]
         finally:
             if not (completed and self._ahead):
                 self.give_up()
@@ -258,6 +264,15 @@ class HTTPGeneration:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(stopped, ctypes.py_object(SystemExit))
                 self._foresight, self._foresees = None, False
                 return
+
+    def _completions(self, group: Group, result: Future) -> list[Completion]:
+        """The completions of a group, or what stands for them."""
+        if (failure := result.exception()) is None:
+            return result.result()
+        if not any(server.answered for server in self.pool.servers):
+            text = self.processing_class.decode(group.prompt)
+            raise type(failure)(f"{failure} The prompt is {text[:80]!r}.") from failure
+        return [Completion([self.processing_class.pad_token_id], [0.0], failure=str(failure))] * group.count
 
     def _asked(self, groups: list[Group]) -> tuple[Serving, list[Future]]:
         """Who works on the requests of groups, and their results, whether they are under way or not."""
@@ -283,12 +298,13 @@ class HTTPGeneration:
             places = sorted(waiting.pop(result) for result in done)  # small batches, in the order of the prompts
             if foresight is None:
                 continue
-            arrived = {place: (groups[place].prompt, results[place].result()) for place in places}
+            completed = [place for place in places if results[place].exception() is None]
+            arrived = {place: (groups[place].prompt, results[place].result()) for place in completed}
             self._foresees_since = time.monotonic()
             wanted = foresight(arrived)
             self._foresees_since = None
             for place, count in wanted:
-                group = Group(following[place].prompt, count, following[place].body)
+                group = replace(following[place], count=count)
                 self._foreseen[_key(group)] = serving.submit(group)
 
     def _groups(self, prompts: list[list[int]], counts: list[int], batch: str) -> list[Group]:
@@ -301,7 +317,7 @@ class HTTPGeneration:
             seed = int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
             room = max(1, self.context_length - len(prompt))  # vLLM refuses a request for more
             body = self._body | {"seed": seed, "max_tokens": min(self._body["max_tokens"], room)}
-            groups.append(Group(prompt, count, body))
+            groups.append(Group(prompt, count, body, self._vocabulary))
         return groups
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:

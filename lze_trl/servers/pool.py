@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -13,15 +14,24 @@ from typing import Any
 
 import httpx2
 from anyio.from_thread import BlockingPortal, start_blocking_portal
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_fixed
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay
 
-from .client import Completion, ServerError, Snapshot, VLLMServer, open_client
+from .client import (
+    BusyError,
+    Completion,
+    RequestRefusedError,
+    ServerError,
+    Snapshot,
+    UnansweredError,
+    VLLMServer,
+    open_client,
+)
 
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
-_MOST_FAILURES = 5  # of one request, on any servers
+_RETRY_SECONDS, _MOST_SECONDS = 1.0, 30.0  # of the first pause, and of the longest: each is twice the one before
+_MOST_FAILURES = 5  # of one request, on servers that are healthy
 
 Send = Callable[[httpx2.AsyncClient, VLLMServer], Awaitable[Any]]
 """Sends a request to a server, and returns its result."""
@@ -34,9 +44,10 @@ class Group:
     prompt: list[int]
     count: int  # G, the number of completions
     body: dict[str, Any]  # sampling settings, in vLLM's names
+    vocabulary: int | None = None  # number of tokens that the model in training knows
 
     async def __call__(self, http: httpx2.AsyncClient, server: VLLMServer) -> list[Completion]:
-        return await server.complete(http, self.prompt, self.count, self.body)
+        return await server.complete(http, self.prompt, self.count, self.body, self.vocabulary)
 
 
 @dataclass(eq=False)
@@ -45,7 +56,7 @@ class Job:
 
     send: Send
     result: Future = field(default_factory=Future)
-    failures: int = 0
+    failed_on: list[VLLMServer] = field(default_factory=list)  # once for each failure that counts
 
 
 class Serving:
@@ -86,6 +97,9 @@ class ServerPool:
     A server takes requests only while it is known to hold the current weights. That is checked before its first request and
     whenever it was idle or failed; with a request running, it cannot have restarted unnoticed. So a server that comes
     back with old weights is loaded and checked before it takes part again.
+
+    One that fails several requests, or asks to come again later, is tried on a short prompt before it takes part again, and what it
+    fails meanwhile says nothing against the requests. Its pauses grow while it answers none.
     """
 
     def __init__(
@@ -96,6 +110,9 @@ class ServerPool:
             raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
         self.snapshot: Snapshot | None = None
+        self.tell: Callable[[str], None] = lambda words: (
+            None
+        )  # called with what is waited for, and with "" once it is there
         self._last_seen = 0.0  # when not all servers had failed
 
     # ---- Start and sync ----
@@ -109,7 +126,7 @@ class ServerPool:
         async def wait_for(http: httpx2.AsyncClient, server: VLLMServer):
             try:
                 await server.learn_model(http, trains)
-            except ServerError as error:
+            except UnansweredError as error:
                 if server.problem is None:
                     logger.warning("Waiting for the vLLM server %s (%s)", server.url, error)
                 server.problem = error
@@ -119,12 +136,15 @@ class ServerPool:
         async def wait_for_all():
             async with open_client() as http:
                 await asyncio.gather(
-                    *(_retrying(stop_after_delay(timeout))(wait_for, http, server) for server in self.servers)
+                    *(
+                        _retrying(stop_after_delay(timeout), lambda: 5.0)(wait_for, http, server)
+                        for server in self.servers
+                    )
                 )
 
         try:
             _run(wait_for_all)
-        except ServerError as error:
+        except UnansweredError as error:
             raise ConnectionError(
                 f"{_problems(self.servers)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it "
                 "needs longer to start."
@@ -140,13 +160,15 @@ class ServerPool:
         """
         self.snapshot = snapshot
         self._forget()
+        for server in self.servers:
+            server.answered = 0
 
         async def prepare_all():
             async with open_client() as http:
                 preparing = [self._prepare(http, server) for server in self.servers]
                 results = await asyncio.gather(*preparing, return_exceptions=True)
             failures = [result for result in results if result is not None]
-            wrong = [failure for failure in failures if not isinstance(failure, ServerError)]
+            wrong = [failure for failure in failures if not isinstance(failure, UnansweredError)]
             if wrong or len(failures) == len(self.servers):
                 raise (wrong or failures)[0]
 
@@ -157,45 +179,65 @@ class ServerPool:
         """Take no server for ready: it may have restarted since the last call, and its requests have ended."""
         self._last_seen = time.monotonic()
         for server in self.servers:
-            server.ready, server.running = False, 0
+            server.ready, server.running, server.outages, server.failed = False, 0, 0, set()
 
     async def _prepare(self, http: httpx2.AsyncClient, server: VLLMServer):
         try:
             await (server.learn_model(http) if self.snapshot is None else server.hold(http, self.snapshot))
-        except ServerError as error:
+            if len(server.failed) > 1 or isinstance(server.problem, BusyError):
+                await server.prompt_logprobs(http, [1, 2] if self.snapshot is None else self.snapshot.probe)
+                server.failed.clear()
+        except UnansweredError as error:
             self._fail(server, error)
             raise
+        server.ready = True
+        if server.outages < 2:  # else it has to answer a request first
+            self._back(server)
+
+    def _back(self, server: VLLMServer):
         if server.problem is not None:
             logger.warning("The vLLM server %s is back, with the current weights.", server.url)
-        server.ready, server.problem = True, None
+            server.problem = None
+            self.tell("")
 
-    def _fail(self, server: VLLMServer, error: ServerError):
+    def _fail(self, server: VLLMServer, error: UnansweredError):
         if server.problem is None:
             logger.warning(
-                "The vLLM server %s failed (%s). It takes part again once it answers and holds the current weights; without "
+                "The vLLM server %s %s (%s). It takes part again once it answers and holds the current weights; without "
                 "any server, training waits up to %g s (`recovery_timeout` of `vllm_server_kwargs`).",
-                *(server.url, error, self.recovery_timeout),
+                *(server.url, "asks to come again later" if isinstance(error, BusyError) else "failed"),
+                *(error, self.recovery_timeout),
             )
-            server.problem = error  # the first of an outage tells most
+        if server.problem is None or isinstance(error, BusyError):  # the first of an outage tells most
+            server.problem = error
+        server.outages += server.ready
         server.ready = False
+        if (wanted := _wanted(error)) or server.outages > 1:
+            server.rests_until = time.monotonic() + max(wanted, _pause(server.outages - 1))
+        if all(other.problem is not None for other in self.servers):
+            self.tell(_problems(self.servers))
 
     async def _until_hopeless(self, attempt: Callable[..., Awaitable[None]], *args: Any):
-        """Repeat an attempt while it raises [`ServerError`], until all servers were down for the recovery timeout."""
+        """Repeat an attempt while it raises [`UnansweredError`], until all servers were down for the recovery timeout."""
         try:
-            await _retrying(self._is_hopeless)(attempt, *args)
-        except ServerError as error:
-            raise ConnectionError(
-                f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`recovery_timeout` of `vllm_server_kwargs`). "
-                f"{_problems(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
-                "the same command again."
-            ) from error
+            await _retrying(lambda state: self._seconds_left() <= 0, self._seconds_left)(attempt, *args)
+        except UnansweredError as error:
+            raise self._hopeless() from error
 
-    def _is_hopeless(self, state: RetryCallState) -> bool:
+    def _hopeless(self) -> ConnectionError:
+        return ConnectionError(
+            f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`recovery_timeout` of `vllm_server_kwargs`). "
+            f"{_problems(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
+            "the same command again."
+        )
+
+    def _seconds_left(self) -> float:
+        """Seconds until there is no hope: of the recovery timeout, what is left of it once all servers are down."""
         now = time.monotonic()
         if any(server.problem is None for server in self.servers):
             self._last_seen = now
-            return False
-        return now - self._last_seen >= self.recovery_timeout
+            return math.inf
+        return self._last_seen + self.recovery_timeout - now
 
     # ---- Requests ----
 
@@ -209,7 +251,7 @@ class ServerPool:
         Results of requests with their places, in whatever order the servers finish.
 
         Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
-        one request fails again and again, [`RequestRefusedError`] if a server refuses one.
+        one request fails again and again on healthy servers, [`RequestRefusedError`] if a server refuses one.
         """
         if not requests:
             return
@@ -240,6 +282,7 @@ class ServerPool:
         while True:
             async with lock:
                 if not server.ready:
+                    await asyncio.sleep(max(0.0, min(server.rests_until - time.monotonic(), self._seconds_left())))
                     await self._until_hopeless(self._prepare, http, server)
             job = await jobs.get()
             if not server.ready:  # it was idle or failed in the meantime
@@ -248,22 +291,52 @@ class ServerPool:
             server.running += 1
             try:
                 job.result.set_result(await job.send(http, server))
-            except ServerError as error:
+            except UnansweredError as error:
                 self._fail(server, error)
-                job.failures += 1
-                if job.failures == _MOST_FAILURES:
-                    raise ServerError(f"A request failed {_MOST_FAILURES} times. The last time: {error}") from error
-                jobs.put_nowait(job)
+                self._send_again(job, server, error, jobs)
+            except RequestRefusedError as error:
+                job.result.set_exception(error)
+            else:
+                server.answered += 1
+                server.outages, server.failed = 0, set()
+                self._back(server)
             finally:
                 server.running -= 1
                 if server.running == 0:
                     server.ready = False  # idle, it might restart unnoticed
 
+    def _send_again(self, job: Job, server: VLLMServer, error: UnansweredError, jobs: "asyncio.Queue[Job]"):
+        """Send a request again that a server has failed, unless healthy servers have failed it often."""
+        server.failed.add(job)
+        if not isinstance(error, BusyError) and len(server.failed) == 1:
+            job.failed_on.append(server)
+        elif self._seconds_left() <= 0:  # the server itself may be to blame
+            raise self._hopeless() from error
+        untried = [one for one in self.servers if one.problem is None and one not in job.failed_on]
+        if len(job.failed_on) >= _MOST_FAILURES and not untried:
+            final = ServerError(f"A request failed {len(job.failed_on)} times. The last time: {error}")
+            final.__cause__ = error
+            job.result.set_exception(final)
+            server.outages, server.rests_until = 0, 0.0  # it is not to blame
+        else:
+            jobs.put_nowait(job)
 
-def _retrying(stop: Callable[[RetryCallState], bool]) -> AsyncRetrying:
-    return AsyncRetrying(
-        retry=retry_if_exception_type(ServerError), wait=wait_fixed(_RETRY_SECONDS), stop=stop, reraise=True
-    )
+
+def _pause(attempt: int) -> float:
+    """Seconds before another attempt, the first of which is number 1."""
+    return min(_RETRY_SECONDS * 2.0 ** min(attempt - 1, 10), _MOST_SECONDS)
+
+
+def _wanted(error: BaseException | None) -> float:
+    return error.seconds if isinstance(error, BusyError) else 0.0
+
+
+def _retrying(stop: Callable[[RetryCallState], bool], longest: Callable[[], float]) -> AsyncRetrying:
+    def wait(state: RetryCallState) -> float:
+        error = state.outcome and state.outcome.exception()
+        return max(0.0, min(max(_wanted(error), _pause(state.attempt_number)), longest()))
+
+    return AsyncRetrying(retry=retry_if_exception_type(UnansweredError), wait=wait, stop=stop, reraise=True)
 
 
 def _run(function: Callable[[], Awaitable[None]]):

@@ -1,0 +1,75 @@
+"""What engines say of completions beside their tokens: whether a limit cut one off, and why there is none."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from .episodes import failures
+
+
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """
+    The one place that says which completions are truncated: the engine's word decides where there is one, and else whether the last
+    token is one of `ends`. TRL passes on tokens alone, so a completion is recognised by the tokens of its prompt and its own.
+
+    The token `pad` stands for a completion of no tokens, which TRL does not expect; the loss does not cover it. Where an engine says
+    nothing and completions may stop at a text, those of fewer than `limit` tokens are not truncated.
+    """
+
+    def __init__(self, ends: Sequence[int], pad: int, limit: int = 0):
+        self.ends, self.pad, self.limit = ends, pad, limit
+        self.truncated: list[bool] = []  # of the completions that are scored next
+        self._failed: list[str | None] = []  # why each has no tokens of its own: "" for an empty one
+        self._seen: list[list[int]] = []
+        self._noted: dict[tuple[int, ...], tuple[bool, str | None]] = {}  # what the last token does not say
+
+    def forget(self):
+        """Another call of an engine begins."""
+        self._noted.clear()
+
+    def note(self, prompt: Sequence[int], completion: Sequence[int], truncated: bool, failure: str | None = None):
+        """Enter an engine's word: whether a completion is truncated, and why there is none."""
+        if (truncated, failure) != (self._is_cut(completion), None):
+            self._noted[*prompt, *completion] = truncated, failure
+
+    def fill(self, prompts: Sequence[list[int]], completions: list, logprobs: list | None, one: Any = 0.0):
+        """Let one token stand for each completion of no tokens, and `one` for its log-prob, in place."""
+        for i, prompt in enumerate(prompts):
+            if len(completions[i]) == 0:
+                completions[i] = [self.pad]
+                self.note(prompt, [self.pad], False, "")
+                if logprobs is not None:
+                    logprobs[i] = [one]
+
+    def see(self, completions: list[list[int]], prompts: list[list[int]] | None = None):
+        """Look up the completions that are scored next; without their prompts, unless it has seen them with these."""
+        if prompts is not None or completions != self._seen:
+            pairs = zip(prompts or [[]] * len(completions), completions, strict=True)
+            words = [self._noted.get((*prompt, *own), (self._is_cut(own), None)) for prompt, own in pairs]
+            self.truncated, self._failed = [cut for cut, _ in words], [failure for _, failure in words]
+            self._seen = completions
+
+    def _is_cut(self, completion: Sequence[int]) -> bool:
+        return len(completion) >= self.limit and (len(completion) == 0 or completion[-1] not in self.ends)
+
+    def reasons(self, environments: Sequence[Any] | None) -> list[str | None]:
+        """Why each completion has failed, in its environment or on every server; `None` for one that has not."""
+        of_episodes = failures(environments) or [None] * len(self._failed)
+        return [failure or reason for failure, reason in zip(self._failed, of_episodes, strict=True)]
+
+    def covered(self, completions: list[list[int]], masks: list[list[int]] | None) -> list[list[int]] | None:
+        """Loss masks without tokens that stand for a completion; `None` if every token is covered."""
+        if not any(failure is not None for failure in self._failed):
+            return masks
+        rows = zip(self._failed, completions, masks or [[1] * len(ids) for ids in completions], strict=True)
+        return [mask if failure is None else [0] * len(ids) for failure, ids, mask in rows]
+
+    def warn(self, prompt_ids: Sequence[int], prompts: Sequence[Any]):
+        """Say which prompts no server has completed, by their ids and texts."""
+        rows = zip(self._failed, prompt_ids, prompts, strict=True)
+        for prompt_id, (text, failure) in {id: (str(text)[:80], why) for why, id, text in rows if why}.items():
+            words = "No server completes the prompt %r (id %d), and others are completed. It is left out, with the reward None: %s"
+            logger.warning(words, text, prompt_id, failure)
