@@ -159,6 +159,11 @@ class Engine:
         return math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     @property
+    def micro_steps(self) -> int:
+        """Micro-steps of the optimizer step under way."""
+        return self._trainer.current_gradient_accumulation_steps
+
+    @property
     def max_steps(self) -> int:
         """Optimizer steps that the training is to have."""
         return self._trainer.state.max_steps

@@ -28,6 +28,7 @@ from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
 from .plan.passes import NoRows, Passes
 from .plan.planners import Planner
+from .plan.stream import StreamedRows
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
@@ -220,6 +221,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             state=self.prompt_state,
             args=args,
             accelerator=self.accelerator,
+            by_loader=isinstance(prompts, IterableDataset) or _override(type(self), "_get_train_sampler") is not None,
+            streamed=prompts if isinstance(prompts, IterableDataset) else None,
         )
 
     @property
@@ -280,20 +283,22 @@ class LZEGRPOTrainer(GRPOTrainer):
         args = copy.copy(self.args)
         args.remove_unused_columns = False  # they are removed here
         dataset = self._used_columns(self.train_dataset)
-        if self.passes.mode == "refill":
+        if isinstance(dataset, IterableDataset):
+            dataset = self.passes.stream
+        elif not self.passes.by_loader:
             dataset = NoRows(len(dataset))
         with altered(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
-        # Differs from TRL: `_run_epoch` keeps hold of it; or a stream of ours reads the training set
+        # Differs from TRL: it only counts micro-steps, unless a class of the user's orders the prompts; `_run_epoch` keeps hold of it
         sampler: Any = super()._get_train_sampler(dataset)
-        if type(sampler) is not RepeatSampler:  # another class has come between TRL's and ours
-            return sampler
-        if self.passes.mode == "refill":  # whole optimizer steps, however few seeds there are
+        if not self.passes.by_loader:
+            # With `grows`, whole optimizer steps, however few seeds there are
             least = self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             return range(least if self.passes.grows else len(sampler))
-        self._order = sampler
+        if type(sampler) is RepeatSampler:
+            self._order = sampler
         return sampler
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -352,6 +357,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 if synchronises:
                     engine.begin_empty_update()
             step.micro_step += 1
+            step.window.micro_steps += 1
             step.window.seconds += time.perf_counter() - begin
             del engine.metrics["step_time"][logged:]  # TRL saw neither idle micro-steps nor how the batch was made
             if synchronises:
@@ -517,6 +523,13 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _run_epoch(self, *args: Any, **kwargs: Any):
         # Differs from transformers: one resumed at its end takes no step more, another goes on with the n-th permutation of the seed
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            if isinstance(
+                stream := self.passes.stream, StreamedRows
+            ):  # the trainer of transformers does not know where a pass ends
+                if kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]:
+                    self._resume_stream(stream, kwargs)
+                kwargs["epoch"] += stream.passes_before
+            self.passes.epoch = kwargs["epoch"]
             if (order := getattr(self, "_order", None)) and order.shuffle:
                 order.generator.manual_seed(order.seed)
                 for _ in range(kwargs["epoch"]):
@@ -525,6 +538,17 @@ class LZEGRPOTrainer(GRPOTrainer):
         else:
             logger.info("There is no step left to take. For more, set a larger `max_steps` or `num_train_epochs`.")
             self.control.should_training_stop = True
+
+    def _resume_stream(self, stream: StreamedRows, kwargs: dict[str, Any]):
+        """Let the first pass after a resume be that of the checkpoint, from its place on."""
+        step = self.generation_step
+        if self.args.ignore_data_skip:
+            stream.restart()
+            return
+        stream.passes_before = stream.pass_index - kwargs["epoch"]
+        kwargs["epochs_trained"] = stream.pass_index
+        left = -step.micro_step % (self.args.steps_per_generation * self.num_iterations)
+        kwargs["steps_trained_in_current_epoch"] = stream.resume(left, self.args.gradient_accumulation_steps)
 
     def _save_checkpoint(self, model, trial):
         # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,

@@ -1,11 +1,19 @@
 """The order in which prompts are rolled out, pass after pass, without those that the planner leaves out."""
 
+import copy
 import logging
+import math
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset
 
 from ..batch import section
+from ..memory.identity import ID_COLUMN
 from ..memory.index import RowIndex
 from ..memory.state import PromptState
 from ..seeding import keyed_rng
@@ -135,6 +143,29 @@ class PromptStream:
         self._queue = self.rows_of(state["queue"])
 
 
+def sampler_order(size: int, seed: int, pass_index: int, shuffle: bool) -> np.ndarray:
+    """Rows of a pass in the order of TRL's sampler, shape `(N,)`: the n-th permutation that its generator draws."""
+    order, generator = torch.arange(size), torch.Generator().manual_seed(seed)
+    for _ in range(pass_index + 1 if shuffle else 0):
+        order = torch.randperm(size, generator=generator)
+    return order.numpy()
+
+
+class SamplerOrder(PromptStream):
+    """Hands out all rows of each pass in the order of TRL's sampler. No batch straddles two passes: the last rows may be too few for one."""
+
+    def restart(self):
+        """Begin with the first pass again, as another sampler does."""
+        self.pass_index, self._queue = -1, _NO_ROWS
+
+    def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
+        """The next `count` rows."""
+        if len(self._queue) < count:
+            self.pass_index += 1
+            self._queue = sampler_order(len(self.prompt_ids), self.seed, self.pass_index, self.shuffle)
+        return self._next(count, _NO_ROWS)
+
+
 class GrowingStream(PromptStream):
     """
     Hands out prompts of a growing training set, the `pool` with its `prompt_ids`: new ones first, each `reuse` times, the next visits
@@ -172,3 +203,68 @@ class GrowingStream(PromptStream):
         super().load_state_dict(state)
         self._left = np.zeros(len(self.prompt_ids), dtype=np.int64)
         self._left[self._queue] = state["left"]
+
+
+class StreamedRows(IterableDataset):
+    """
+    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads the whole stream, and gets its
+    part of each batch: accelerate gives processes shards of their own only where it sees a stream of `datasets`, and groups would be torn.
+
+    The place in the stream is the pass and how many of its rows batches have `taken`, which are read again to get there.
+    """
+
+    def __init__(self, rows: Any, group_size: int, num_groups: int = 1, repeats: int = 1):
+        self.rows, self.group_size, self.num_groups, self.repeats = rows, group_size, num_groups, repeats
+        self.given = 0  # rows of this pass, with repeats
+        self.restart()
+
+    def restart(self):
+        """Begin with the first pass."""
+        self.pass_index = self.taken = 0
+        self.last_id = 0  # of the last row taken
+        self.passes_before = 0  # passes that the loop of the trainer, which begins with the first, does not count
+        self._trained = 0  # batches of the next pass of the loader that are behind
+
+    def set_epoch(self, epoch: int):
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.given, rows, size = 0, iter(self.rows), self.num_groups * self.group_size * self.repeats
+        if self._trained:
+            behind = deque(islice(rows, self.taken), maxlen=1)
+            if not behind or behind[0].get(ID_COLUMN) != self.last_id:
+                logger.warning(
+                    "The stream is not what it was when the checkpoint was written: row %d of pass %d is another one. Training goes on "
+                    "after that row. Rows that are to come once need a stream that gives the same rows whenever it is read.",
+                    *(self.taken, self.pass_index + 1),
+                )
+            yield from repeat({}, self._trained * size)
+            self._trained = 0
+        while len(batch := list(islice(rows, self.num_groups))) == self.num_groups:
+            made = [copy.deepcopy(row) for row in batch for _ in range(self.group_size)]
+            for _ in range(self.repeats):
+                self.given += len(made)
+                yield from made
+
+    def take(self, pass_index: int, prompt_ids: np.ndarray):
+        """A batch of the next rows, with these ids, is rolled out."""
+        if pass_index != self.pass_index:
+            self.pass_index, self.taken = pass_index, 0
+        self.taken, self.last_id = self.taken + len(prompt_ids), int(prompt_ids[-1])
+
+    def resume(self, left: int, accumulation: int) -> int:
+        """
+        Go on from the place of a checkpoint. Returns the micro-steps of the pass that are behind, for which a data loader gives nothing;
+        `left` are those that the batch in use still has, and an optimizer step has `accumulation`.
+        """
+        self._trained = math.ceil(self.taken / self.num_groups)
+        if not left:  # whole optimizer steps, also where another size of batch has taken the rows
+            self._trained += -self._trained % (math.lcm(self.repeats, accumulation) // self.repeats)
+        return self._trained * self.repeats - left
+
+    def state_dict(self) -> dict[str, int]:
+        return {"pass_index": self.pass_index, "taken": self.taken, "last_id": self.last_id}
+
+    def load_state_dict(self, state: dict[str, int]):
+        self.restart()
+        vars(self).update(state)
