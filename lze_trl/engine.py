@@ -29,6 +29,7 @@ from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
+from .rollout.evaluated import Evaluated
 from .rollout.guard import checked, is_alone
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
@@ -377,6 +378,23 @@ class Engine:
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
+
+    @contextmanager
+    def evaluating(self, evaluated: Evaluated) -> Iterator[None]:
+        """Evaluate a batch, and let its metrics weigh what its completions do."""
+        trainer, metrics = self._trainer, self._trainer._metrics["eval"]
+        before, seen = {name: len(values) for name, values in metrics.items()}, evaluated.seen
+        yield
+        rows, share = evaluated.seen - seen, metrics["frac_reward_zero_std"]
+        of_groups = trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize"
+        if share and 0 < evaluated.real < rows and of_groups and trainer.num_generations_eval > 1:
+            share[-1] *= rows / evaluated.real  # TRL has divided by all rows, and those without a reward are not equal
+        evaluated.end({name: len(values) - before.get(name, 0) for name, values in metrics.items()})
+
+    def average(self, evaluated: Evaluated):
+        """Log the metrics of an evaluation as means over all its completions."""
+        metrics = self._trainer._metrics["eval"]
+        metrics.update({name: evaluated.mean(name, values) for name, values in metrics.items()})
 
     # ---- Tensors ----
 

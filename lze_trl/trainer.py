@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
+from .rollout.evaluated import Evaluated
 from .rollout.guard import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
@@ -57,6 +58,16 @@ def _override(cls: type, name: str) -> str | None:
     """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
     ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
     return next((f"{c.__name__}.{name}" for c in ours), None)
+
+
+def _rows_of(dataloader: Any) -> Callable[[], float]:
+    """How many rows a loader gives all processes, without those that fill its last batch: once they were read, if it reads a stream."""
+    stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # below accelerate's part of a process
+    if isinstance(stream, StreamedRows):
+        return lambda: stream.given
+    batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
+    sampler = getattr(batches, "sampler", None)
+    return lambda: len(sampler) if isinstance(sampler, Sized) else math.inf
 
 
 def _write_report(run_dir: Path) -> Path:
@@ -101,6 +112,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     model: PreTrainedModel
 
     generation_step: GenerationStep
+    _evaluated: Evaluated | None = None
     resolved: dict[str, Any]
     """What `pruning` and `deduplicate` are for this training set, also where they are unset in `args`."""
 
@@ -336,7 +348,9 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "number, or None where it does not apply."
             )
         if self.group_rewards and not self.model.training:
-            return Engine(self).settle_evaluation(rewards, ballots)
+            rewards = Engine(self).settle_evaluation(rewards, ballots)
+        if self._evaluated is not None and not self.model.training:
+            rewards[self._evaluated.begin(rewards.cpu().numpy(), self.reward_func_names) :] = torch.nan
         return rewards
 
     # ---- The update ----
@@ -440,12 +454,45 @@ class LZEGRPOTrainer(GRPOTrainer):
             step.recorder.advise(step.advice.lines(ended=True))
         step.recorder.flush()
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any):
-        # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
+    def get_eval_dataloader(self, eval_dataset: Any = None):
+        # Differs from TRL: processes get their parts of the batches of a stream, and not shards of it, which tear groups
+        named = isinstance(eval_dataset, str)
+        found: Any = self.eval_dataset if eval_dataset is None or named else eval_dataset
+        found = found[eval_dataset] if named else found
+        if not isinstance(found, IterableDataset):
+            return super().get_eval_dataloader(eval_dataset)
+        rows: Any = StreamedRows(found.shuffle(seed=self.args.seed), self.num_generations_eval)
+        args = copy.copy(self.args)
+        args.dataloader_num_workers, args.dataloader_persistent_workers, args.dataloader_prefetch_factor = (
+            0,
+            False,
+            None,
+        )
+        self.accelerator.dataloader_config.dispatch_batches = False
+        with altered(self, args=args) as view:
+            return super(LZEGRPOTrainer, view).get_eval_dataloader(rows)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any):
+        # Differs from TRL: every prompt counts once in the metrics; trackio's run, which TRL's timings need, is open outside of the
+        # training as well; what servers work on is finished by the weights that train, not those of an optimizer that averages
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TrackioCallback):
                 callback.on_train_begin(self.args, self.state, self.control, model=self.model)
-        return super().evaluation_loop(*args, **kwargs)
+        self.generation_step.drain(Engine(self))
+        self._evaluated = Evaluated(_rows_of(dataloader))
+        try:
+            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            Engine(self).average(self._evaluated)
+        finally:
+            self._evaluated = None
+        return output
+
+    def prediction_step(self, *args: Any, **kwargs: Any):
+        # Differs from TRL: the batch weighs what its completions do
+        if self._evaluated is None:
+            return super().prediction_step(*args, **kwargs)
+        with Engine(self).evaluating(self._evaluated):
+            return super().prediction_step(*args, **kwargs)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, not that of transformers
         self,
