@@ -160,11 +160,6 @@ class Engine:
         return math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     @property
-    def micro_steps(self) -> int:
-        """Micro-steps of the optimizer step under way."""
-        return self._trainer.current_gradient_accumulation_steps
-
-    @property
     def max_steps(self) -> int:
         """Optimizer steps that the training is to have."""
         return self._trainer.state.max_steps
@@ -379,22 +374,20 @@ class Engine:
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
 
-    @contextmanager
-    def evaluating(self, evaluated: Evaluated) -> Iterator[None]:
-        """Evaluate a batch, and let its metrics weigh what its completions do."""
-        trainer, metrics = self._trainer, self._trainer._metrics["eval"]
-        before, seen = {name: len(values) for name, values in metrics.items()}, evaluated.seen
-        yield
-        rows, share = evaluated.seen - seen, metrics["frac_reward_zero_std"]
-        of_groups = trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize"
-        if share and 0 < evaluated.real < rows and of_groups and trainer.num_generations_eval > 1:
-            share[-1] *= rows / evaluated.real  # TRL has divided by all rows, and those without a reward are not equal
-        evaluated.end({name: len(values) - before.get(name, 0) for name, values in metrics.items()})
-
-    def average(self, evaluated: Evaluated):
+    def log_means(self, evaluated: Evaluated):
         """Log the metrics of an evaluation as means over all its completions."""
-        metrics = self._trainer._metrics["eval"]
-        metrics.update({name: evaluated.mean(name, values) for name, values in metrics.items()})
+        trainer, metrics = self._trainer, self._trainer._metrics["eval"]
+        columns = {"reward": 1, "reward_std": 1}
+        for i, name in enumerate(trainer.reward_func_names, start=2):
+            columns |= {f"rewards/{name}/mean": i, f"rewards/{name}/std": i}
+        of_groups = trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize"
+        for name, values in metrics.items():
+            if 0 < len(values) == len(evaluated.rows):  # one of each batch
+                if name == "frac_reward_zero_std" and of_groups and trainer.num_generations_eval > 1:
+                    # TRL has divided by all rows, and those that fill a batch have no reward
+                    batches = zip(values, evaluated.rows, evaluated.scored, strict=True)
+                    values = [share * rows / counts[0] for share, rows, counts in batches]
+                metrics[name] = evaluated.mean(values, columns.get(name, 0))
 
     # ---- Tensors ----
 

@@ -89,9 +89,9 @@ class GenerationStep:
         batch is begun here: earlier, it would be older than one step, and an evaluation would have to finish it before its time.
         """
         micro_steps = self.args.steps_per_generation * self.args.num_iterations
-        of_batch = micro_steps - self.micro_step % micro_steps
-        of_step = engine.micro_steps - self.window.micro_steps
-        return of_batch < of_step or (of_batch == of_step and engine.optimizer_step + 1 < engine.max_steps)
+        end = self.window.micro_steps + micro_steps - self.micro_step % micro_steps  # in the optimizer step under way
+        accumulation = self.args.gradient_accumulation_steps
+        return end <= accumulation and engine.optimizer_step + end / accumulation < engine.max_steps
 
     def _begin(self, inputs: list[dict[str, Any]], engine: Engine) -> Pending:
         """Plan the next batch, and ask for its first completions."""

@@ -61,13 +61,11 @@ def _override(cls: type, name: str) -> str | None:
 
 
 def _rows_of(dataloader: Any) -> Callable[[], float]:
-    """How many rows a loader gives all processes, without those that fill its last batch: once they were read, if it reads a stream."""
-    stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # below accelerate's part of a process
-    if isinstance(stream, StreamedRows):
-        return lambda: stream.given
+    """How many rows a loader gives all processes, without those that fill its last batch: of a stream, those that were read so far."""
+    stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # accelerate may have wrapped both
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
     sampler = getattr(batches, "sampler", None)
-    return lambda: len(sampler) if isinstance(sampler, Sized) else math.inf
+    return lambda: getattr(stream, "given", len(sampler) if isinstance(sampler, Sized) else math.inf)
 
 
 def _write_report(run_dir: Path) -> Path:
@@ -156,6 +154,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
+        checks.refuse_uneven_turns(args, self.accelerator, self.tools)
         recurring = train_dataset is not None
         if not recurring:
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
@@ -228,13 +227,12 @@ class LZEGRPOTrainer(GRPOTrainer):
             # A controller that draws prompts takes them from the stream, also where nothing is pruned
             mode="refill" if controller.draws_prompts or args.self_play["instruct"] else self.resolved["pruning"],
             by_prompt=not is_plain(controller, args.num_generations),
-            dataset=None if isinstance(prompts, IterableDataset) else prompts,
+            dataset=prompts,
             planner=planner,
             state=self.prompt_state,
             args=args,
             accelerator=self.accelerator,
             by_loader=isinstance(prompts, IterableDataset) or _override(type(self), "_get_train_sampler") is not None,
-            streamed=prompts if isinstance(prompts, IterableDataset) else None,
         )
 
     @property
@@ -350,7 +348,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self.group_rewards and not self.model.training:
             rewards = Engine(self).settle_evaluation(rewards, ballots)
         if self._evaluated is not None and not self.model.training:
-            rewards[self._evaluated.begin(rewards.cpu().numpy(), self.reward_func_names) :] = torch.nan
+            rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
         return rewards
 
     # ---- The update ----
@@ -455,44 +453,33 @@ class LZEGRPOTrainer(GRPOTrainer):
         step.recorder.flush()
 
     def get_eval_dataloader(self, eval_dataset: Any = None):
-        # Differs from TRL: processes get their parts of the batches of a stream, and not shards of it, which tear groups
-        named = isinstance(eval_dataset, str)
-        found: Any = self.eval_dataset if eval_dataset is None or named else eval_dataset
-        found = found[eval_dataset] if named else found
-        if not isinstance(found, IterableDataset):
+        # Differs from TRL: processes get their parts of each batch of a stream, and not shards of it, which tear groups
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
+        if not isinstance(rows, IterableDataset):
             return super().get_eval_dataloader(eval_dataset)
-        rows: Any = StreamedRows(found.shuffle(seed=self.args.seed), self.num_generations_eval)
-        args = copy.copy(self.args)
-        args.dataloader_num_workers, args.dataloader_persistent_workers, args.dataloader_prefetch_factor = (
-            0,
-            False,
-            None,
+        args, size, rows = copy.copy(self.args), self.num_generations_eval or 0, rows.shuffle(seed=self.args.seed)
+        vars(args).update(
+            dataloader_num_workers=0, dataloader_persistent_workers=False, dataloader_prefetch_factor=None
         )
         self.accelerator.dataloader_config.dispatch_batches = False
         with altered(self, args=args) as view:
-            return super(LZEGRPOTrainer, view).get_eval_dataloader(rows)
+            return super(LZEGRPOTrainer, view).get_eval_dataloader(StreamedRows(rows, size))
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any):
-        # Differs from TRL: every prompt counts once in the metrics; trackio's run, which TRL's timings need, is open outside of the
-        # training as well; what servers work on is finished by the weights that train, not those of an optimizer that averages
+        # Differs from TRL: every prompt counts once in the metrics; and trackio's run, which TRL's timings need, is open outside of the
+        # training as well
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TrackioCallback):
                 callback.on_train_begin(self.args, self.state, self.control, model=self.model)
-        self.generation_step.drain(Engine(self))
+        self.generation_step.drain(Engine(self))  # before a schedule-free optimizer puts its averages into the model
         self._evaluated = Evaluated(_rows_of(dataloader))
         try:
             output = super().evaluation_loop(dataloader, *args, **kwargs)
-            Engine(self).average(self._evaluated)
+            Engine(self).log_means(self._evaluated)
         finally:
             self._evaluated = None
         return output
-
-    def prediction_step(self, *args: Any, **kwargs: Any):
-        # Differs from TRL: the batch weighs what its completions do
-        if self._evaluated is None:
-            return super().prediction_step(*args, **kwargs)
-        with Engine(self).evaluating(self._evaluated):
-            return super().prediction_step(*args, **kwargs)
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, not that of transformers
         self,
@@ -570,11 +557,14 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _run_epoch(self, *args: Any, **kwargs: Any):
         # Differs from transformers: one resumed at its end takes no step more, another goes on with the n-th permutation of the seed
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
-            if isinstance(
-                stream := self.passes.stream, StreamedRows
-            ):  # the trainer of transformers does not know where a pass ends
-                if kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]:
-                    self._resume_stream(stream, kwargs)
+            if isinstance(stream := self.passes.stream, StreamedRows):  # only we know where its passes end
+                again = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+                if again and not self.args.ignore_data_skip:
+                    left = -self.generation_step.micro_step % stream.repeats
+                    kwargs["steps_trained_in_current_epoch"] = stream.resume(
+                        left, self.args.gradient_accumulation_steps
+                    )
+                    kwargs["epochs_trained"] += stream.passes_before
                 kwargs["epoch"] += stream.passes_before
             self.passes.epoch = kwargs["epoch"]
             if (order := getattr(self, "_order", None)) and order.shuffle:
@@ -585,17 +575,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         else:
             logger.info("There is no step left to take. For more, set a larger `max_steps` or `num_train_epochs`.")
             self.control.should_training_stop = True
-
-    def _resume_stream(self, stream: StreamedRows, kwargs: dict[str, Any]):
-        """Let the first pass after a resume be that of the checkpoint, from its place on."""
-        step = self.generation_step
-        if self.args.ignore_data_skip:
-            stream.restart()
-            return
-        stream.passes_before = stream.pass_index - kwargs["epoch"]
-        kwargs["epochs_trained"] = stream.pass_index
-        left = -step.micro_step % (self.args.steps_per_generation * self.num_iterations)
-        kwargs["steps_trained_in_current_epoch"] = stream.resume(left, self.args.gradient_accumulation_steps)
 
     def _save_checkpoint(self, model, trial):
         # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,

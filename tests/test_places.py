@@ -1,13 +1,19 @@
 """Groups are whole and prompts count once, whatever a data set is made of and however many processes there are."""
 
 import itertools
+import os
 
 import numpy as np
 import pytest
+from datasets import IterableDataset
+from datasets.distributed import split_dataset_by_node
+from trl import GRPOTrainer
 
 import data_run
 import tiny
-from launches import launch, records
+from launches import launch, on_processes, records
+from lze_trl import LZEGRPOTrainer
+from test_drop_in import seen_prompts
 
 
 SHAPES = {  # rows of a process: no multiple of the group size of 4
@@ -52,3 +58,63 @@ def test_every_prompt_counts_once_in_an_evaluation(runs, kind, processes):
         )
         if processes == 1:
             assert means["eval_completions/mean_length"] == pytest.approx(lengths.mean())
+
+
+class Torn(LZEGRPOTrainer):
+    def _get_train_sampler(self, dataset=None):
+        return [row for row in range(11) for _ in range(3)]
+
+
+def test_a_group_of_two_prompts_is_refused_before_it_is_rolled_out(tmp_path):
+    trainer = tiny.make(tmp_path, Torn, strategy="exact")
+    trainer._generate = lambda prompts: pytest.fail("rolled out")
+    with pytest.raises(ValueError, match="Group 0 of a generation batch holds completions of two prompts"):
+        trainer.train()
+
+
+def split_before(directory):
+    """A process of a run over a stream that was split by processes before."""
+    rank = int(os.environ["RANK"])
+    stream = split_dataset_by_node(tiny.prompts(32).to_iterable_dataset(2), rank, 2)
+    trainer = tiny.make(directory, strategy="exact", dataset=stream, per_device_train_batch_size=6)
+    with pytest.raises(ValueError, match=r"holds completions of two prompts.*`split_dataset_by_node`"):
+        trainer.train()
+
+
+def test_a_stream_that_was_split_already_is_refused(tmp_path):
+    on_processes(2, tmp_path / "log", split_before, tmp_path)
+
+
+def test_a_stream_goes_on_behind_the_rows_that_other_batches_have_taken(tmp_path):
+    shape = {"strategy": "exact", "dataset": tiny.prompts(20).to_iterable_dataset(3), "generation_batch_size": 24}
+    saved = shape | {"save_strategy": "steps", "save_steps": 4, "per_device_train_batch_size": 12}
+    whole = seen_prompts(tiny.make(tmp_path, **saved, max_steps=4))  # 2 batches of 6 prompts, two steps each
+    smaller = saved | {"generation_batch_size": 12, "max_steps": 7, "gradient_accumulation_steps": 1}
+    resumed = tiny.make(tmp_path, **smaller)
+    train, resumed.train = resumed.train, lambda: train(resume_from_checkpoint=True)
+    rest = seen_prompts(resumed)
+    assert [len(batch) for batch in whole + rest] == [6, 6, 3, 3, 3]
+    passed = [prompt for batch in whole + rest[:2] for prompt in batch]
+    assert len(set(passed)) == 18  # of the first pass, whose last two rows are too few; the second one begins
+    assert set(rest[2]) & set(passed)
+
+
+def test_a_stream_that_comes_once_is_told(tmp_path, caplog):
+    rows = iter(tiny.prompts(40).to_list() * 2)
+    stream = IterableDataset.from_generator(lambda: (next(rows) for _ in range(12)))
+    own = {"strategy": "exact", "dataset": stream, "save_strategy": "steps", "save_steps": 2, "shuffle_dataset": False}
+    tiny.run(tmp_path, **own, max_steps=2)
+    assert "The stream gives other rows" not in caplog.text
+    tiny.make(tmp_path, **own, max_steps=3).train(resume_from_checkpoint=True)
+    assert caplog.text.count("The stream gives other rows than when the checkpoint was written: row 6 of pass 1") == 1
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_a_further_training_begins_with_the_first_pass_as_in_trl(tmp_path, shuffled):
+    own = {"max_steps": 5, "shuffle_dataset": shuffled, "strategy": "grpo"}
+    ours = tiny.make(tmp_path, **own)
+    theirs = tiny.make(tmp_path, GRPOTrainer, **own)
+    for data in (None, None, tiny.prompts(16)):
+        if data is not None:
+            ours.train_dataset = theirs.train_dataset = data
+        assert seen_prompts(ours) == seen_prompts(theirs)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from ..memory.identity import ID_COLUMN, distinct_ids, prompts_of_groups
 from ..memory.state import PromptState
@@ -53,28 +53,26 @@ class Passes:
 
     mode: str
     by_prompt: bool  # whether groups may differ in size
-    dataset: Any  # a `Dataset` with distinct prompt ids, or rows to which prompts are added; None for a stream
+    dataset: Any  # a `Dataset` with distinct prompt ids, a stream (mode "none"), or rows to which prompts are added
     planner: Planner
     state: PromptState
     args: Any  # settings
     accelerator: Accelerator
-    by_loader: bool = (
-        False  # whether the rows of the data loader are planned: of a sampler of the user's own, or of a stream
-    )
-    streamed: Any = None  # an `IterableDataset` with prompt ids (mode "none")
+    by_loader: bool = False  # whether its rows are planned: those of a stream, or of a sampler of the user's own
 
     def __post_init__(self):
         args = self.args
         self.epoch = 0  # of the data loader
         self.group_size = args.num_generations
         self.num_groups = args.generation_batch_size // args.num_generations
-        self.grows = self.dataset is not None and not isinstance(self.dataset, Dataset)
+        self.streamed = isinstance(self.dataset, IterableDataset)
+        self.grows = not (self.streamed or isinstance(self.dataset, Dataset))
         self.stream: Any = None
         if self.grows:
             self.stream = GrowingStream(self.planner, self.state, args.seed, self.dataset, args.self_play["reuse"])
             return
-        if self.streamed is not None:
-            rows = self.streamed.shuffle(seed=args.seed) if args.shuffle_dataset else self.streamed
+        if self.streamed:
+            rows = self.dataset.shuffle(seed=args.seed) if args.shuffle_dataset else self.dataset
             repeats = args.num_iterations * args.steps_per_generation
             self.stream = StreamedRows(rows, self.group_size, self.num_groups, repeats)
             return
@@ -100,7 +98,7 @@ class Passes:
         """Plan the next generation batch; `inputs` are this process's rows from the data loader, each prompt G times."""
         if self.mode == "refill":
             return self.further(self.num_groups)
-        if self.streamed is not None:
+        if self.streamed:
             prompt_ids = self._prompts_of(inputs)
             self.stream.take(self.epoch, prompt_ids)
             return Plan(self.num_groups, self.epoch, self._without_repeats(inputs, prompt_ids))

@@ -3,7 +3,6 @@
 import copy
 import logging
 import math
-from collections import deque
 from collections.abc import Iterator
 from itertools import islice, repeat
 from typing import Any
@@ -152,7 +151,7 @@ def sampler_order(size: int, seed: int, pass_index: int, shuffle: bool) -> np.nd
 
 
 class SamplerOrder(PromptStream):
-    """Hands out all rows of each pass in the order of TRL's sampler. No batch straddles two passes: the last rows may be too few for one."""
+    """Hands out all rows in the order of TRL's sampler. No batch straddles two passes: the last rows of one may be too few."""
 
     def restart(self):
         """Begin with the first pass again, as another sampler does."""
@@ -207,8 +206,8 @@ class GrowingStream(PromptStream):
 
 class StreamedRows(IterableDataset):
     """
-    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads the whole stream, and gets its
-    part of each batch: accelerate gives processes shards of their own only where it sees a stream of `datasets`, and groups would be torn.
+    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads all of them, and accelerate gives
+    it its part of each batch; a stream of `datasets` it would share out by shards, which tears groups.
 
     The place in the stream is the pass and how many of its rows batches have `taken`, which are read again to get there.
     """
@@ -220,45 +219,42 @@ class StreamedRows(IterableDataset):
 
     def restart(self):
         """Begin with the first pass."""
-        self.pass_index = self.taken = 0
-        self.last_id = 0  # of the last row taken
-        self.passes_before = 0  # passes that the loop of the trainer, which begins with the first, does not count
-        self._trained = 0  # batches of the next pass of the loader that are behind
+        self.pass_index = self.taken = self.last_id = 0  # of the last row taken
+        self.passes_before = 0  # that the loop of transformers does not count after a resume
+        self._trained = 0  # batches that are behind where the loader begins
 
     def set_epoch(self, epoch: int):
         self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.given, rows, size = 0, iter(self.rows), self.num_groups * self.group_size * self.repeats
+        self.given, rows = 0, iter(self.rows)
         if self._trained:
-            behind = deque(islice(rows, self.taken), maxlen=1)
-            if not behind or behind[0].get(ID_COLUMN) != self.last_id:
+            behind = [row.get(ID_COLUMN) for row in islice(rows, self.taken)]
+            if behind[-1:] != [self.last_id]:
                 logger.warning(
-                    "The stream is not what it was when the checkpoint was written: row %d of pass %d is another one. Training goes on "
-                    "after that row. Rows that are to come once need a stream that gives the same rows whenever it is read.",
+                    "The stream gives other rows than when the checkpoint was written: row %d of pass %d differs. Training goes on after "
+                    "it. To resume where a run has stopped, use a stream that gives the same rows whenever it is read.",
                     *(self.taken, self.pass_index + 1),
                 )
-            yield from repeat({}, self._trained * size)
+            yield from repeat({}, self._trained * self.repeats * self.num_groups * self.group_size)
             self._trained = 0
         while len(batch := list(islice(rows, self.num_groups))) == self.num_groups:
-            made = [copy.deepcopy(row) for row in batch for _ in range(self.group_size)]
-            for _ in range(self.repeats):
-                self.given += len(made)
-                yield from made
+            made = [copy.deepcopy(row) for row in batch for _ in range(self.group_size)] * self.repeats
+            self.given += len(made)
+            yield from made
 
     def take(self, pass_index: int, prompt_ids: np.ndarray):
         """A batch of the next rows, with these ids, is rolled out."""
-        if pass_index != self.pass_index:
-            self.pass_index, self.taken = pass_index, 0
-        self.taken, self.last_id = self.taken + len(prompt_ids), int(prompt_ids[-1])
+        self.taken = len(prompt_ids) + (self.taken if pass_index == self.pass_index else 0)
+        self.pass_index, self.last_id = pass_index, int(prompt_ids[-1])
 
     def resume(self, left: int, accumulation: int) -> int:
         """
-        Go on from the place of a checkpoint. Returns the micro-steps of the pass that are behind, for which a data loader gives nothing;
-        `left` are those that the batch in use still has, and an optimizer step has `accumulation`.
+        Go on from the place of a checkpoint. Returns the micro-steps of the pass that are behind, for which the loader has no rows: whole
+        optimizer steps of `accumulation`, without those `left` of the batch in use.
         """
-        self._trained = math.ceil(self.taken / self.num_groups)
-        if not left:  # whole optimizer steps, also where another size of batch has taken the rows
+        self.passes_before, self._trained = self.pass_index, -(-self.taken // self.num_groups)
+        if not left:  # perhaps batches of another size have taken the rows
             self._trained += -self._trained % (math.lcm(self.repeats, accumulation) // self.repeats)
         return self._trained * self.repeats - left
 

@@ -1,46 +1,38 @@
 """The completions of an evaluation: each of them counts once in its metrics, however batches are filled."""
 
-from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 
+@dataclass
 class Evaluated:
     """
-    What each batch of an evaluation counts for. TRL logs the mean of its batches; the last one may have fewer rows, or be filled with rows
-    that were evaluated before, so that all processes get as many.
-
-    Args:
-        count (`Callable`): Says how many rows the evaluation set has, each prompt `num_generations_eval` times: at least those that were
-            read so far, and all of them once they were read.
+    What each batch of an evaluation counts for. TRL logs the mean of its batches, of which the last one may have fewer rows, or be filled
+    with rows that were evaluated before, so that all processes get as many.
     """
 
-    def __init__(self, count: Callable[[], float]):
-        self.count = count
-        self.seen = self.real = 0  # rows of the batches before, and those of this batch that are not there to fill it
-        self._scored: dict[str, int] = {}
-        self._weights: dict[str, list[int]] = defaultdict(list)
+    count: Callable[
+        [], float
+    ]  # rows of the set, each prompt `num_generations_eval` times: all of those that were read so far
+    rows: list[int] = field(default_factory=list)  # of each batch
+    scored: list[np.ndarray] = field(
+        default_factory=list
+    )  # in each batch: rows that count, those with a reward, and with each
 
-    def begin(self, rewards_per_func: np.ndarray, names: list[str]) -> int:
+    def begin(self, rewards_per_func: np.ndarray) -> int:
         """A batch with rewards of shape `(B, F)`, NaN where not applicable. Returns how many of its first rows count."""
-        self.real = int(min(len(rewards_per_func), self.count() - self.seen))
-        self.seen += len(rewards_per_func)
-        known = ~np.isnan(rewards_per_func[: self.real])
-        self._scored = dict.fromkeys(("reward", "reward_std"), int(known.any(axis=1).sum()))
-        for name, column in zip(names, known.T, strict=True):
-            self._scored |= dict.fromkeys((f"rewards/{name}/mean", f"rewards/{name}/std"), int(column.sum()))
-        return self.real
+        real = int(min(len(rewards_per_func), self.count() - sum(self.rows)))
+        known = ~np.isnan(rewards_per_func[:real])
+        self.rows.append(len(rewards_per_func))
+        self.scored.append(np.array([real, known.any(axis=1).sum(), *known.sum(axis=0)]))
+        return real
 
-    def end(self, logged: dict[str, int]):
-        """The batch has ended, and has logged so many values of each metric."""
-        for name, count in logged.items():
-            self._weights[name] += [self._scored.get(name, self.real)] * count
-
-    def mean(self, name: str, values: list[float]) -> list[float]:
-        """The mean of a metric over the rows that count, as the only value of it; the values of full batches as they are."""
-        weights = np.array(self._weights[name])
-        if len(weights) != len(values) or len(set(weights.tolist())) < 2:
-            return values
+    def mean(self, values: list[float], column: int = 0) -> list[float]:
+        """The mean of a metric over the rows that count, or over those of a column of `scored`; as it is if that is TRL's own."""
+        weights = np.array(self.scored)[:, column]
         counted = (weights > 0) & ~np.isnan(values)
-        return [float(np.average(np.array(values)[counted], weights=weights[counted]))] if counted.any() else values
+        if len(set(weights)) == 1 or not counted.any():
+            return values
+        return [float(np.average(np.array(values)[counted], weights=weights[counted]))]
