@@ -1,5 +1,6 @@
 """What processes get of a data set: the prompts that are rolled out, and the means of evaluations."""
 
+import os
 from pathlib import Path
 
 from datasets import Dataset
@@ -30,9 +31,12 @@ def seldom(value, completion_ids, **kwargs):
 
 
 def run(directory: Path, name: str, settings: dict, make=LZEGRPOTrainer):
-    """Train on a stream of some shards, and evaluate. `settings` are those of the trainer, and `shards`."""
-    shards, seen = settings.pop("shards", 0), []
-    rows = numbers(17)
+    """
+    Train on a stream of some shards, or else on a data set, and evaluate. `settings` are those of the trainer, `shards`, and `resume`: a
+    checkpoint of another run.
+    """
+    shards, resume, seen = settings.pop("shards", 0), settings.pop("resume", None), []
+    rows, world = numbers(17), os.environ.get("WORLD_SIZE", "1")
     sets = {f"{n}_{kind}": numbers(count) for n, count in SETS.items() for kind in ("set", "stream")}
     for n in SETS:
         sets[f"{n}_stream"] = sets[f"{n}_stream"].to_iterable_dataset(min(SETS[n], 4))
@@ -52,11 +56,11 @@ def run(directory: Path, name: str, settings: dict, make=LZEGRPOTrainer):
         model=tiny.model(),
         processing_class=tiny.tokenizer(),
         reward_funcs=[value, seldom],
-        args=tiny.config(directory / name, num_generations_eval=2, strategy="exact", **settings),
+        args=tiny.config(directory / f"{name}-{world}", num_generations_eval=2, strategy="exact", **settings),
         train_dataset=rows.to_iterable_dataset(shards) if shards else rows,
         eval_dataset=sets,
         rollout_func=rollouts,
     )
-    trainer.train(resume_from_checkpoint=settings.get("resume"))
+    trainer.train(resume_from_checkpoint=resume and str(directory / resume.format(world)))
     means = {n: trainer.evaluate(n) for n in sets} if not shards else {}
     leave(directory, name, trainer, {"seen": seen, "means": means})

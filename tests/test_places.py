@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 
 import data_run
 import tiny
-from launches import launch, on_processes, records
+from launches import gap, launch, on_processes, records
 from lze_trl import LZEGRPOTrainer
 from test_drop_in import seen_prompts
 
@@ -21,6 +21,8 @@ SHAPES = {  # rows of a process: no multiple of the group size of 4
     "in_order": {"shards": 2, "shuffle_dataset": False},
     "set": {},
 }
+SAVED = {"shards": 3, "max_steps": 9, "save_strategy": "steps", "save_steps": 7}  # in the second pass, of five batches
+SHAPES |= {"whole": SAVED, "resumed": SAVED | {"resume": "whole-{}/checkpoint-7"}}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,13 @@ def test_no_group_holds_two_prompts_and_processes_are_one(runs, name):
     assert batches == one["seen"]
     for batch in batches:
         assert all(len(set(batch[i : i + 4])) == 1 for i in range(0, len(batch), 4))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stream_goes_on_where_its_second_pass_was_left(runs, processes):
+    for whole, resumed in zip(*(records(runs, name, processes) for name in ("whole", "resumed")), strict=True):
+        assert resumed["seen"] == whole["seen"][7:]
+    assert gap(*(runs / f"{name}.{processes}.pt" for name in ("whole", "resumed"))) == 0.0
 
 
 @pytest.mark.parametrize("processes", [1, 2])
