@@ -258,13 +258,15 @@ class Engine:
             self._rolled_out(request)
 
     @contextmanager
-    def by_loaded_weights(self) -> Iterator[None]:
-        """Generate by the weights that the servers have, which are older than the model's."""
+    def by_loaded_weights(self, seed: int) -> Iterator[None]:
+        """Generate by the weights that the servers have, which are older than the model's, and draw by a seed: the same at any time."""
         trainer = self._trainer
         training, trainer._last_loaded_step = trainer.model.training, trainer.state.global_step
         trainer.model.train()
         try:
-            yield
+            with torch.random.fork_rng(devices=[]):
+                torch.random.default_generator.manual_seed(seed + trainer.accelerator.process_index)
+                yield
         finally:
             trainer.model.train(training)
             trainer._last_loaded_step = -1

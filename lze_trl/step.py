@@ -159,7 +159,7 @@ class GenerationStep:
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
         if self._ahead is not None:
             pending, self._ahead = self._ahead, None
-            with engine.by_loaded_weights():
+            with engine.by_loaded_weights(int(self._rng("ahead").integers(2**62))):
                 return self.finish(pending, engine)
         if self.instruction is not None and (missing := self.passes.missing):
             with self.ledger.timed("rollout"):

@@ -475,7 +475,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.generation_step.drain(Engine(self))  # before a schedule-free optimizer puts its averages into the model
         self._evaluated = Evaluated(_rows_of(dataloader))
         try:
-            output = super().evaluation_loop(dataloader, *args, **kwargs)
+            # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
+            with torch.random.fork_rng(devices=[], enabled=self.args.over_http):
+                output = super().evaluation_loop(dataloader, *args, **kwargs)
             Engine(self).log_means(self._evaluated)
         finally:
             self._evaluated = None
