@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .files import numbered, write_atomically
 
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
 REPLACED = "replaced"  # folders of a run with the checkpoints of earlier ones, numbered

@@ -4,10 +4,12 @@ import logging
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_peft_model
 from datasets import Dataset, IterableDataset
 from torch import nn
+from trl.distributed import DistributedBackend
 from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
@@ -158,6 +160,19 @@ def _of_run(
         (overlaps and harness, f"{ahead} begins plain completions ahead, and `{harness}` is given. Set `overlap='none'`."),
         (overlaps and writes, f"{ahead} has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."),
     ]  # fmt: skip
+
+
+def refuse_uneven_turns(args: LZEGRPOConfig, accelerator: Accelerator, tools: Any):
+    """Refuse tools where processes have to generate together: those whose completions call fewer tools would be waited for."""
+    backend, mode = DistributedBackend(accelerator), args.vllm_mode if args.use_vllm else None
+    sharded = mode is None and (backend.is_zero3 or backend.is_fsdp)
+    shares = mode == "server" or (mode == "colocate" and args.vllm_tensor_parallel_size > 1)
+    if tools and accelerator.num_processes > 1 and (sharded or shares):
+        reason = "sharding by ZeRO-3 or FSDP gathers weights" if sharded else f"vLLM ({mode=}) gathers prompts"
+        raise ValueError(
+            f"With tools or environments, processes need different numbers of turns, and {reason} from all of them for each turn. Set "
+            "`use_vllm=True`, `vllm_mode='colocate'` and `vllm_tensor_parallel_size=1`, or shard by ZeRO-2 at most, or use one process."
+        )
 
 
 # ---- What the trainer is given ----

@@ -165,8 +165,8 @@ class LZEGRPOConfig(GRPOConfig):
             `sync_tolerance` (largest mean difference of log-probs in nats; default: 1e-3 in float32, else 0.05),
             `max_concurrent_requests` (64, for each server), `request_timeout` (1800 s) and `recovery_timeout` (600 s).
         overlap (`str`, *optional*, defaults to `"none"`):
-            `"one_step"` generates the next batch while the update of this one runs, by the weights before that update; TRL's
-            importance sampling correction takes account of it. `"none"` generates by the newest weights.
+            `"one_step"` generates the next batch while the last optimizer step on this one runs, by the weights before that step;
+            TRL's importance sampling correction takes account of it. `"none"` generates by the newest weights.
 
         > Parameters that control self-play
 

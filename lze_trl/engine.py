@@ -32,6 +32,7 @@ from .rewards.grading import thinking_prefix
 from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
+from .rollout.evaluated import Evaluated
 from .rollout.guard import RewardNotes, checked, is_plain_function
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
@@ -333,13 +334,15 @@ class Engine:
             self._rolled_out(request)
 
     @contextmanager
-    def by_loaded_weights(self) -> Iterator[None]:
-        """Generate by the weights that the servers have, which are older than the model's."""
+    def by_loaded_weights(self, seed: int) -> Iterator[None]:
+        """Generate by the weights that the servers have, which are older than the model's, and draw by a seed: the same at any time."""
         trainer = self._trainer
         training, trainer._last_loaded_step = trainer.model.training, trainer.state.global_step
         trainer.model.train()
         try:
-            yield
+            with torch.random.fork_rng(devices=[]):
+                torch.random.default_generator.manual_seed(seed + trainer.accelerator.process_index)
+                yield
         finally:
             trainer.model.train(training)
             trainer._last_loaded_step = -1
@@ -482,6 +485,21 @@ class Engine:
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
+
+    def log_means(self, evaluated: Evaluated):
+        """Log the metrics of an evaluation as means over all its completions."""
+        trainer, metrics = self._trainer, self._trainer._metrics["eval"]
+        columns = {"reward": 1, "reward_std": 1}
+        for i, name in enumerate(trainer.reward_func_names, start=2):
+            columns |= {f"rewards/{name}/mean": i, f"rewards/{name}/std": i}
+        of_groups = trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize"
+        for name, values in metrics.items():
+            if 0 < len(values) == len(evaluated.rows):  # one of each batch
+                if name == "frac_reward_zero_std" and of_groups and trainer.num_generations_eval > 1:
+                    # TRL has divided by all rows, and those that fill a batch have no reward
+                    batches = zip(values, evaluated.rows, evaluated.scored, strict=True)
+                    values = [share * rows / counts[0] for share, rows, counts in batches]
+                metrics[name] = evaluated.mean(values, columns.get(name, 0))
 
     # ---- Tensors ----
 

@@ -54,6 +54,7 @@ class GenerationStep:
         self.advice = Advice(self.args, self.recorder.reward_names)
         self._in_use = False  # whether the next optimizer step goes on with the batch
         self._ahead: Pending | None = None  # the next batch, while servers work on it
+        self._place: dict[str, Any] = {}  # in the data before it
         self._ready: Batch | None = None  # the next batch, finished before its time
 
     @property
@@ -63,6 +64,8 @@ class GenerationStep:
 
     def training_begins(self):
         """A training begins: forget the optimizer step and the generation batch in which one before it has ended."""
+        if self.passes.training_begins():
+            self.generation, self._ready = self.batches_made, None
         self.window = Window()
         self.batch, self.micro_step, self._in_use = None, 0, False
 
@@ -77,20 +80,29 @@ class GenerationStep:
             self.batch = self._next(inputs, engine) if self._ready is None else self._ready
             self._ready = None
             self.generation += 1
-            micro_steps = self.args.steps_per_generation * self.args.num_iterations
-            end = engine.optimizer_step + micro_steps / self.args.gradient_accumulation_steps
-            if self.args.overlap == "one_step" and end < engine.max_steps:
-                self._start_next(engine)
+        if self.args.overlap == "one_step" and self._ahead is None and self._is_last_step(engine):
+            self._start_next(engine)
+
+    def _is_last_step(self, engine: Engine) -> bool:
+        """
+        Whether the optimizer step under way is the last one of the generation batch, and the training goes on after the batch. The next
+        batch is begun here: earlier, it would be older than one step, and an evaluation would have to finish it before its time.
+        """
+        micro_steps = self.args.steps_per_generation * self.args.num_iterations
+        end = self.window.micro_steps + micro_steps - self.micro_step % micro_steps  # in the optimizer step under way
+        accumulation = self.args.gradient_accumulation_steps
+        return end <= accumulation and engine.optimizer_step + end / accumulation < engine.max_steps
 
     def _begin(self, inputs: list[dict[str, Any]], engine: Engine) -> Pending:
         """Plan the next batch, and ask for its first completions."""
         with self.ledger.timed("selection"):
-            plan = self.passes.plan(inputs, self.generation)
+            plan = self.passes.plan(inputs)
         with self.ledger.timed("rollout"):
             return self.rounds.begin(plan, engine, self.generation)
 
     def _start_next(self, engine: Engine):
         """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
+        self._place = self.passes.stream.state_dict()
         pending = self._begin([], engine)
         if pending.request is not None:
             with self.ledger.timed("rollout"):
@@ -102,6 +114,7 @@ class GenerationStep:
         if self._ahead is not None:
             self.ledger.rows_given_up += int(self._ahead.counts.sum())
             self._ahead = None
+            self.passes.stream.load_state_dict(self._place)  # its prompts are those of the next batch
             engine.rounds_ended()
 
     def drain(self, engine: Engine):
@@ -146,7 +159,7 @@ class GenerationStep:
     def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
         if self._ahead is not None:
             pending, self._ahead = self._ahead, None
-            with engine.by_loaded_weights():
+            with engine.by_loaded_weights(int(self._rng("ahead").integers(2**62))):
                 return self.finish(pending, engine)
         if self.instruction is not None and (missing := self.passes.missing):
             with self.ledger.timed("rollout"):
@@ -161,6 +174,8 @@ class GenerationStep:
             drawn = self.rounds.finish(pending, engine, wanted)
         self.ledger.visits_skipped += len(pending.plan.skipped)
         self.ledger.rows_given_up += pending.rows_given_up
+        if self.args.overlap != "none":
+            engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         if drawn is None:
             return self._nothing(pending.plan, engine)
         with timed("selection"):

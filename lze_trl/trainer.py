@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
 from .plan.passes import NoRows, Passes
 from .plan.planners import Planner
+from .plan.stream import StreamedRows
 from .prompt_checks import Context, context_of, token_counter
 from .record.console import RunSummary, replace_printers
 from .record.curves import accuracy_metric
@@ -38,6 +39,7 @@ from .record.recorder import Recorder
 from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, guarded
+from .rollout.evaluated import Evaluated
 from .rollout.guard import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
@@ -60,6 +62,14 @@ def _override(cls: type, name: str) -> str | None:
     """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
     ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
     return next((f"{c.__name__}.{name}" for c in ours), None)
+
+
+def _rows_of(dataloader: Any) -> Callable[[], float]:
+    """How many rows a loader gives all processes, without those that fill its last batch: of a stream, those that were read so far."""
+    stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # accelerate may have wrapped both
+    batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
+    sampler = getattr(batches, "sampler", None)
+    return lambda: getattr(stream, "given", len(sampler) if isinstance(sampler, Sized) else math.inf)
 
 
 def _write_report(run_dir: Path) -> Path:
@@ -104,6 +114,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     model: PreTrainedModel
 
     generation_step: GenerationStep
+    _evaluated: Evaluated | None = None
     weights_in_vllm: list[int] | None = None
     """Fingerprint of the weights that vLLM has loaded; `None` if it must load them before it generates."""
 
@@ -150,6 +161,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
+        checks.refuse_uneven_turns(args, self.accelerator, self.tools)
         recurring = train_dataset is not None
         if not recurring:
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
@@ -235,11 +247,12 @@ class LZEGRPOTrainer(GRPOTrainer):
             # A controller that draws prompts takes them from the stream, also where nothing is pruned
             mode="refill" if controller.draws_prompts or args.self_play["instruct"] else self.resolved["pruning"],
             by_prompt=not is_plain(controller, args.num_generations),
-            dataset=None if isinstance(prompts, IterableDataset) else prompts,
+            dataset=prompts,
             planner=planner,
             state=self.prompt_state,
             args=args,
             accelerator=self.accelerator,
+            by_loader=isinstance(prompts, IterableDataset) or _override(type(self), "_get_train_sampler") is not None,
         )
 
     @property
@@ -322,20 +335,22 @@ class LZEGRPOTrainer(GRPOTrainer):
         args = copy.copy(self.args)
         args.remove_unused_columns = False  # they are removed here
         dataset = self._used_columns(self.train_dataset)
-        if self.passes.mode == "refill":
+        if isinstance(dataset, IterableDataset):
+            dataset = self.passes.stream
+        elif not self.passes.by_loader:
             dataset = NoRows(len(dataset))
         with altered(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
-        # Differs from TRL: `_run_epoch` keeps hold of it; or a stream of ours reads the training set
+        # Differs from TRL: it only counts micro-steps, unless a class of the user's orders the prompts; `_run_epoch` keeps hold of it
         sampler: Any = super()._get_train_sampler(dataset)
-        if type(sampler) is not RepeatSampler:  # another class has come between TRL's and ours
-            return sampler
-        if self.passes.mode == "refill":  # whole optimizer steps, however few seeds there are
+        if not self.passes.by_loader:
+            # With `grows`, whole optimizer steps, however few seeds there are
             least = self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             return range(least if self.passes.grows else len(sampler))
-        self._order = sampler
+        if type(sampler) is RepeatSampler:
+            self._order = sampler
         return sampler
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -384,7 +399,9 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "number, or None where it does not apply."
             )
         if self.group_rewards and not self.model.training:
-            return Engine(self).settle_evaluation(rewards, ballots)
+            rewards = Engine(self).settle_evaluation(rewards, ballots)
+        if self._evaluated is not None and not self.model.training:
+            rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
         return rewards
 
     @property
@@ -415,6 +432,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 if synchronises:
                     engine.begin_empty_update()
             step.micro_step += 1
+            step.window.micro_steps += 1
             step.window.seconds += time.perf_counter() - begin
             del engine.metrics["step_time"][logged:]  # TRL saw neither idle micro-steps nor how the batch was made
             if synchronises:
@@ -497,12 +515,36 @@ class LZEGRPOTrainer(GRPOTrainer):
             step.recorder.advise(step.advice.lines(ended=True))
         step.recorder.flush()
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any):
-        # Differs from TRL: trackio's run, which TRL's timings need, is open outside of the training as well
+    def get_eval_dataloader(self, eval_dataset: Any = None):
+        # Differs from TRL: processes get their parts of each batch of a stream, and not shards of it, which tear groups
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
+        if not isinstance(rows, IterableDataset):
+            return super().get_eval_dataloader(eval_dataset)
+        args, size, rows = copy.copy(self.args), self.num_generations_eval or 0, rows.shuffle(seed=self.args.seed)
+        vars(args).update(
+            dataloader_num_workers=0, dataloader_persistent_workers=False, dataloader_prefetch_factor=None
+        )
+        self.accelerator.dataloader_config.dispatch_batches = False
+        with altered(self, args=args) as view:
+            return super(LZEGRPOTrainer, view).get_eval_dataloader(StreamedRows(rows, size))
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any):
+        # Differs from TRL: every prompt counts once in the metrics; and trackio's run, which TRL's timings need, is open outside of the
+        # training as well
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TrackioCallback):
                 callback.on_train_begin(self.args, self.state, self.control, model=self.model)
-        return super().evaluation_loop(*args, **kwargs)
+        self.generation_step.drain(Engine(self))  # before a schedule-free optimizer puts its averages into the model
+        self._evaluated = Evaluated(_rows_of(dataloader))
+        try:
+            # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
+            with torch.random.fork_rng(devices=[], enabled=self.args.over_http):
+                output = super().evaluation_loop(dataloader, *args, **kwargs)
+            Engine(self).log_means(self._evaluated)
+        finally:
+            self._evaluated = None
+        return output
 
     def create_model_card(  # type: ignore[override]  # TRL's signature, not that of transformers
         self,
@@ -581,6 +623,16 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _run_epoch(self, *args: Any, **kwargs: Any):
         # Differs from transformers: one resumed at its end takes no step more, another goes on with the n-th permutation of the seed
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            if isinstance(stream := self.passes.stream, StreamedRows):  # only we know where its passes end
+                again = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+                if again and not self.args.ignore_data_skip:
+                    left = -self.generation_step.micro_step % stream.repeats
+                    kwargs["steps_trained_in_current_epoch"] = stream.resume(
+                        left, self.args.gradient_accumulation_steps
+                    )
+                    kwargs["epochs_trained"] += stream.passes_before
+                kwargs["epoch"] += stream.passes_before
+            self.passes.epoch = kwargs["epoch"]
             if (order := getattr(self, "_order", None)) and order.shuffle:
                 order.generator.manual_seed(order.seed)
                 for _ in range(kwargs["epoch"]):

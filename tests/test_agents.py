@@ -18,11 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from packaging.version import Version
 from peft import LoraConfig
 from PIL import Image
 from tenacity import Retrying, stop_after_delay, wait_fixed
 from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
 
 import agents
 import tiny
@@ -208,6 +210,19 @@ def test_processes_with_different_turns_need_an_engine_of_their_own(tmp_path, mo
     servers = {"use_vllm": True, "vllm_mode": "http", "vllm_server_urls": ["http://127.0.0.1:9"]}
     with pytest.raises(ValueError, match="With `tools`, processes need different numbers of turns"):
         make(LZEGRPOTrainer, tmp_path, CASES["a tool"], **servers)
+
+
+@pytest.mark.parametrize("sharded", ["is_zero3", "is_fsdp"])
+@pytest.mark.parametrize("name", ["a tool", "two environments"])
+def test_tools_are_refused_where_processes_have_to_take_turns_together(tmp_path, monkeypatch, sharded, name):
+    make(LZEGRPOTrainer, tmp_path, CASES[name])
+    monkeypatch.setattr(DistributedBackend, sharded, True)
+    make(LZEGRPOTrainer, tmp_path, CASES[name])  # one process
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(
+        ValueError, match=r"different numbers of turns, and .* gathers weights .*`vllm_mode='colocate'`"
+    ):
+        make(LZEGRPOTrainer, tmp_path, CASES[name])
 
 
 ROUNDS = {

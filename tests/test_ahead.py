@@ -196,7 +196,8 @@ def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before
     assert_same(told(overlapped), reference)
     assert overlapped.ledger.rows_given_up == 0
     versions = {weights for server in slow for weights, _, _ in server.versions}
-    assert len(versions - {""}) == 2  # the first two batches are drawn by the same weights
+    assert len(versions - {""}) == 3  # a batch is two optimizer steps, and the next one is begun at the second
+    assert set(tiny.history(overlapped, "lze/rollout_age")) == {0.0, 1.0}
     with pytest.raises(AssertionError):  # it is not the run without overlap
         assert_same(told(train(tmp_path / "none", [serve()])), reference)
 
@@ -258,6 +259,48 @@ def test_evaluation_waits_for_what_is_under_way(serve, tmp_path):
     assert len(tiny.history(evaluated, "eval_reward")) == 3
     plain = train(tmp_path / "plain", [serve()], overlap="one_step")
     assert_same(told(evaluated), told(plain))
+
+
+@pytest.mark.parametrize("shape", ["two steps", "iterated", "neither divides"])
+def test_neither_evaluation_nor_saving_changes_a_training_between_any_two_steps(serve, tmp_path, shape):
+    own = {
+        "two steps": {"strategy": "grpo"},  # TRL's own layout, by random numbers that a data loader draws from as well
+        "iterated": {"num_iterations": 2},
+        "neither divides": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+    }[shape]
+    settings = {"overlap": "one_step", "learning_rate": 1e-2, "max_steps": 7} | own
+    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    disturbed = train(tmp_path / "disturbed", [serve(delays=(0.0, 0.05))], **settings | often)
+    plain = train(tmp_path / "plain", [serve()], **settings)
+    assert_same(told(disturbed), told(plain))
+    assert max(tiny.history(plain, "lze/rollout_age")) == 1.0
+
+
+@pytest.mark.parametrize("pruning", ["none", "refill"])
+def test_the_prompts_of_every_batch_are_those_without_overlap(serve, tmp_path, pruning):
+    """Over a second training, after an early end, with other data, and resumed with another `generation_batch_size`."""
+
+    def seen(overlap):
+        directory = tmp_path / overlap
+        own = {"overlap": overlap, "pruning": pruning, "learning_rate": 0.0, "strategy": "grpo", "packing": False}
+        saved = own | {"save_strategy": "steps", "save_steps": 6}
+        trainer = train(directory, [serve()], **own, callbacks=[Stop()])
+        trainer.remove_callback(Stop)
+        trainer.train()
+        trainer.train_dataset = tiny.prompts(31).select(range(12, 31))
+        trainer.train()
+        trainer.train()
+        visits = told(trainer)[2]
+        first = visits.groupby("generation", sort=True)["prompt_id"].agg(set).tolist()
+        train(directory / "again", [serve()], **saved)
+        larger = {"generation_batch_size": 36, "max_steps": 10}
+        resumed = train(directory / "again", [serve()], resume=True, **saved | larger)
+        visits = told(resumed)[2]
+        return [*first, *visits.groupby("generation", sort=True)["prompt_id"].agg(set)]
+
+    without, overlapped = seen("none"), seen("one_step")
+    assert without == overlapped
+    assert len(without) > 12
 
 
 def test_what_is_begun_at_an_early_end_is_counted(serve, tmp_path):

@@ -237,8 +237,10 @@ STREAM = tiny.prompts(20).select([0, 0, 0, *range(20), 1, 2, 1]).to_iterable_dat
         ("iterated", {"pruning": "refill"}),
         ("neither divides", {"pruning": "skip"}),
         ("neither divides", {"pruning": "refill", "lora": DROPOUT}),
-        # One pass: in a later one, the trainer of transformers, which does not know where a stream ends, resumes at its start
         ("two optimizer steps a batch", {"pruning": "none", "dataset": STREAM}),
+        # In the second pass and the third, shuffled, in the middle of a batch and after one
+        ("two optimizer steps a batch", {"pruning": "none", "dataset": tiny.prompts(8).to_iterable_dataset(3)}),
+        ("accumulated", {"pruning": "none", "dataset": tiny.prompts(7).to_iterable_dataset(2)}),
     ],
 )
 def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, shape_name, own):

@@ -20,7 +20,7 @@ def test_only_finish_remembers_and_communicates(tmp_path, monkeypatch, strategy)
     step, engine = trainer.generation_step, Engine(trainer)
     rows = [dict(trainer.train_dataset[i]) for i in (3, 5, 7) for _ in range(4)]
     given = copy.deepcopy(rows)
-    plan, before = step.passes.plan(rows, step.generation), memory(trainer)
+    plan, before = step.passes.plan(rows), memory(trainer)
     with monkeypatch.context() as patch:
         for name in ("gather", "reduce", "wait_for_everyone"):
             patch.setattr(trainer.accelerator, name, lambda *args, name=name: pytest.fail(f"begin called {name}"))

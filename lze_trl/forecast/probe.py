@@ -42,7 +42,7 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
             drawn.append(roll_out(*given))
             return drawn[-1]
 
-        step.rounds.finish = kept
+        step.rounds.finish, step.passes.by_loader = kept, True
         for start in range(0, len(rows), per_batch):
             batch = rows[start : start + per_batch]
             step.passes.num_groups, step.batch, step.micro_step = len(batch), None, 0
@@ -71,7 +71,7 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
 def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:
     """Rows of the training set, at random, and how many it has; the first ones of a stream, of which that is not known: 0."""
     dataset = view.passes.dataset
-    if dataset is None:
+    if view.passes.streamed:
         return list(view.train_dataset.take(count)), 0
     order = np.random.default_rng(view.args.seed).permutation(len(dataset))[:count]
     return list(dataset.select(order)), len(dataset)

@@ -121,6 +121,19 @@ def media_as_stored(feature: Any) -> Any:
     return replace(feature, decode=False) if hasattr(feature, "decode") and not isinstance(feature, Json) else feature
 
 
+def prompts_of_groups(prompt_ids: np.ndarray, group: np.ndarray, count: int) -> np.ndarray:
+    """Prompt of each of `count` groups, shape `(P,)`, from those of all completions, shape `(B,)`; `ValueError` if a group holds two."""
+    of_groups = np.zeros(count, dtype=np.int64)
+    of_groups[group] = prompt_ids
+    if (mixed := group[of_groups[group] != prompt_ids]).size:
+        raise ValueError(
+            f"Group {mixed[0]} of a generation batch holds completions of two prompts, which would be compared with each other. Over all "
+            "processes, every prompt must be there `num_generations` times in a row: give every process the same data set, which is split "
+            "between them here (no `split_dataset_by_node`), and an own sampler the order of `trl.trainer.utils.RepeatSampler`."
+        )
+    return of_groups
+
+
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
     """Names of the columns that the rows of a dataset show; those of a stream may only be known from its first row."""
     if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":

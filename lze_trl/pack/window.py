@@ -14,7 +14,8 @@ class Window:
     """What the micro-steps of an optimizer step leave behind for its end."""
 
     def __init__(self):
-        self.real_steps = 0  # micro-steps so far that had rows
+        self.micro_steps = 0  # so far
+        self.real_steps = 0  # of these, with rows
         self.seconds = 0.0  # so far
         self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
         self.by_trl = True  # whether all micro-batches so far were TRL's own

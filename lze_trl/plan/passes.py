@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
-from ..memory.identity import ID_COLUMN, distinct_ids
+from ..memory.identity import ID_COLUMN, distinct_ids, prompts_of_groups
 from ..memory.state import PromptState
 from .planners import Planner
-from .stream import GrowingStream, PromptStream
+from .stream import GrowingStream, PromptStream, SamplerOrder, StreamedRows, sampler_order
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -30,7 +30,7 @@ class Plan:
 
 
 class NoRows:
-    """The rows of a loader that only counts micro-steps, because a stream of ours reads the training set: as many, all empty."""
+    """The rows of a loader that only counts micro-steps, because ours is the order of the training set: as many, all empty."""
 
     def __init__(self, count: int):
         self.count = count
@@ -53,28 +53,33 @@ class Passes:
 
     mode: str
     by_prompt: bool  # whether groups may differ in size
-    dataset: Any  # a `Dataset` with distinct prompt ids, or rows to which prompts are added; None for a stream (mode "none")
+    dataset: Any  # a `Dataset` with distinct prompt ids, a stream (mode "none"), or rows to which prompts are added
     planner: Planner
     state: PromptState
     args: Any  # settings
     accelerator: Accelerator
+    by_loader: bool = False  # whether its rows are planned: those of a stream, or of a sampler of the user's own
 
     def __post_init__(self):
         args = self.args
+        self.epoch = 0  # of the data loader
         self.group_size = args.num_generations
         self.num_groups = args.generation_batch_size // args.num_generations
-        self.grows = self.dataset is not None and not isinstance(self.dataset, Dataset)
+        self.streamed = isinstance(self.dataset, IterableDataset)
+        self.grows = not (self.streamed or isinstance(self.dataset, Dataset))
         self.stream: Any = None
         if self.grows:
             self.stream = GrowingStream(self.planner, self.state, args.seed, self.dataset, args.self_play["reuse"])
             return
-        ids = _NOTHING
-        if self.dataset is not None:
-            ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
-        first = np.arange(len(ids))
-        if args.shuffle_dataset and self.mode == "refill":  # the first permutation of TRL's sampler
-            first = torch.randperm(len(ids), generator=torch.Generator().manual_seed(args.seed)).numpy()
-        self.stream = PromptStream(self.planner, self.state, ids, args.seed, first, args.shuffle_dataset)
+        if self.streamed:
+            rows = self.dataset.shuffle(seed=args.seed) if args.shuffle_dataset else self.dataset
+            repeats = args.num_iterations * args.steps_per_generation
+            self.stream = StreamedRows(rows, self.group_size, self.num_groups, repeats)
+            return
+        ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
+        kind = PromptStream if self.mode == "refill" else SamplerOrder
+        first = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset)
+        self.stream = kind(self.planner, self.state, ids, args.seed, first, args.shuffle_dataset)
 
     @property
     def missing(self) -> int:
@@ -82,39 +87,36 @@ class Passes:
         least = max(self.num_groups, self.args.self_play["stock"] or 0)
         return max(0, least - len(self.stream)) if self.grows else 0
 
-    def plan(self, inputs: list[dict[str, Any]], generation: int) -> Plan:
-        """Plan a generation batch; `inputs` are the rows of TRL's sampler for this process, each prompt G times."""
+    def training_begins(self) -> bool:
+        """A training begins. Returns whether it begins with the first pass again, as TRL's sampler does."""
+        again = isinstance(self.stream, (SamplerOrder, StreamedRows))
+        if again:
+            self.stream.restart()
+        return again
+
+    def plan(self, inputs: list[dict[str, Any]]) -> Plan:
+        """Plan the next generation batch; `inputs` are this process's rows from the data loader, each prompt G times."""
         if self.mode == "refill":
             return self.further(self.num_groups)
-        if self.args.overlap != "none":  # the sampler has not come to this batch yet
-            rows, pass_index = self._in_order(generation)
-            return self._of_rows(rows, pass_index, _NOTHING)
-        if self.dataset is None:
-            return Plan(self.num_groups, 0, self._without_repeats(inputs))
-        pass_index = generation // (len(self.dataset) // self.num_groups)
-        if self.mode == "none" and not self.by_prompt:
-            return Plan(self.num_groups, pass_index, inputs)
-        prompt_ids = self._gathered_ids(inputs)
-        active = np.arange(len(prompt_ids))
+        if self.streamed:
+            prompt_ids = self._prompts_of(inputs)
+            self.stream.take(self.epoch, prompt_ids)
+            return Plan(self.num_groups, self.epoch, self._without_repeats(inputs, prompt_ids))
+        before = self.stream.pass_index
+        if self.by_loader:
+            pass_index, prompt_ids = self.epoch, self._prompts_of(inputs)
+            if self.mode == "none" and not self.by_prompt:
+                return Plan(self.num_groups, pass_index, inputs)
+            rows = self.stream.rows_of(prompt_ids)
+        else:
+            rows = self.stream.take(self.num_groups)
+            pass_index = self.stream.pass_index
+        active = np.arange(len(rows))
         if self.mode == "skip":
-            if pass_index != self.stream.pass_index:
+            if pass_index != before:
                 self.stream.begin(pass_index)
-            active = skip_plan(self.stream.keeps(prompt_ids), self.group_size, self.accelerator.num_processes)
-        skipped = np.delete(prompt_ids, active)
-        if len(skipped) == 0 and not self.by_prompt:
-            return Plan(self.num_groups, pass_index, inputs)
-        return self._of_rows(self.stream.rows_of(prompt_ids[active]), pass_index, skipped)
-
-    def _in_order(self, generation: int) -> tuple[np.ndarray, int]:
-        """Dataset rows of a generation batch in the order of TRL's sampler, and their pass."""
-        size = len(self.dataset)
-        pass_index, place = divmod(generation, size // self.num_groups)
-        order = torch.arange(size)
-        if self.args.shuffle_dataset:
-            generator = torch.Generator().manual_seed(self.args.seed)
-            for _ in range(pass_index + 1):
-                order = torch.randperm(size, generator=generator)
-        return order[place * self.num_groups :][: self.num_groups].numpy(), pass_index
+            active = skip_plan(self.stream.keeps(self.ids_of(rows)), self.group_size, self.accelerator.num_processes)
+        return self._of_rows(rows[active], pass_index, np.delete(self.ids_of(rows), active))
 
     def further(self, count: int, taken: np.ndarray | None = None) -> Plan:
         """Plan the next `count` prompts of the stream, further ones for a batch that has the rows `taken`."""
@@ -145,18 +147,18 @@ class Passes:
         inputs = self.local(np.repeat(rows, self.group_size)) if len(rows) else []
         return Plan(len(rows), pass_index, inputs, skipped=skipped)
 
-    def _without_repeats(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _without_repeats(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
         """Rows of a stream. A prompt that the batch repeats gets another id, since state belongs to one group."""
-        prompt_ids = self._gathered_ids(inputs)
-        apart = distinct_ids(prompt_ids)
+        apart = np.repeat(distinct_ids(prompt_ids), self.group_size)
         first = self.accelerator.process_index * len(inputs)
-        groups = np.arange(first, first + len(inputs)) // self.group_size
-        return [{**row, ID_COLUMN: int(apart[group])} for row, group in zip(inputs, groups, strict=True)]
+        return [{**row, ID_COLUMN: int(apart[first + place])} for place, row in enumerate(inputs)]
 
-    def _gathered_ids(self, inputs: list[dict[str, Any]]) -> np.ndarray:
-        """Prompt of each group of the whole batch, shape `(P,)`."""
+    def _prompts_of(self, inputs: list[dict[str, Any]]) -> np.ndarray:
+        """Prompt of each group of the whole batch, shape `(P,)`, from the rows that the data loader has given each process."""
         ids = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
-        return self.accelerator.gather(ids).cpu().numpy()[:: self.group_size]
+        everyone = self.accelerator.gather(ids).cpu().numpy()
+        group = np.arange(len(everyone)) // self.group_size
+        return prompts_of_groups(everyone, group, int(group[-1]) + 1)
 
 
 def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndarray:

@@ -1,11 +1,18 @@
 """The order in which prompts are rolled out, pass after pass, without those that the planner leaves out."""
 
+import copy
 import logging
+import math
+from collections.abc import Iterator
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset
 
 from ..batch import section
+from ..memory.identity import ID_COLUMN
 from ..memory.index import RowIndex
 from ..memory.state import PromptState
 from ..seeding import keyed_rng
@@ -135,6 +142,29 @@ class PromptStream:
         self._queue = self.rows_of(state["queue"])
 
 
+def sampler_order(size: int, seed: int, pass_index: int, shuffle: bool) -> np.ndarray:
+    """Rows of a pass in the order of TRL's sampler, shape `(N,)`: the n-th permutation that its generator draws."""
+    order, generator = torch.arange(size), torch.Generator().manual_seed(seed)
+    for _ in range(pass_index + 1 if shuffle else 0):
+        order = torch.randperm(size, generator=generator)
+    return order.numpy()
+
+
+class SamplerOrder(PromptStream):
+    """Hands out all rows in the order of TRL's sampler. No batch straddles two passes: the last rows of one may be too few."""
+
+    def restart(self):
+        """Begin with the first pass again, as another sampler does."""
+        self.pass_index, self._queue = -1, _NO_ROWS
+
+    def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
+        """The next `count` rows."""
+        if len(self._queue) < count:
+            self.pass_index += 1
+            self._queue = sampler_order(len(self.prompt_ids), self.seed, self.pass_index, self.shuffle)
+        return self._next(count, _NO_ROWS)
+
+
 class GrowingStream(PromptStream):
     """
     Hands out prompts of a growing training set, the `pool` with its `prompt_ids`: new ones first, each `reuse` times, the next visits
@@ -172,3 +202,65 @@ class GrowingStream(PromptStream):
         super().load_state_dict(state)
         self._left = np.zeros(len(self.prompt_ids), dtype=np.int64)
         self._left[self._queue] = state["left"]
+
+
+class StreamedRows(IterableDataset):
+    """
+    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads all of them, and accelerate gives
+    it its part of each batch; a stream of `datasets` it would share out by shards, which tears groups.
+
+    The place in the stream is the pass and how many of its rows batches have `taken`, which are read again to get there.
+    """
+
+    def __init__(self, rows: Any, group_size: int, num_groups: int = 1, repeats: int = 1):
+        self.rows, self.group_size, self.num_groups, self.repeats = rows, group_size, num_groups, repeats
+        self.given = 0  # rows of this pass, with repeats
+        self.restart()
+
+    def restart(self):
+        """Begin with the first pass."""
+        self.pass_index = self.taken = self.last_id = 0  # of the last row taken
+        self.passes_before = 0  # that the loop of transformers does not count after a resume
+        self._trained = 0  # batches that are behind where the loader begins
+
+    def set_epoch(self, epoch: int):
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.given, rows = 0, iter(self.rows)
+        if self._trained:
+            behind = [row.get(ID_COLUMN) for row in islice(rows, self.taken)]
+            if behind[-1:] != [self.last_id]:
+                logger.warning(
+                    "The stream gives other rows than when the checkpoint was written: row %d of pass %d differs. Training goes on after "
+                    "it. To resume where a run has stopped, use a stream that gives the same rows whenever it is read.",
+                    *(self.taken, self.pass_index + 1),
+                )
+            yield from repeat({}, self._trained * self.repeats * self.num_groups * self.group_size)
+            self._trained = 0
+        while len(batch := list(islice(rows, self.num_groups))) == self.num_groups:
+            made = [copy.deepcopy(row) for row in batch for _ in range(self.group_size)] * self.repeats
+            self.given += len(made)
+            yield from made
+
+    def take(self, pass_index: int, prompt_ids: np.ndarray):
+        """A batch of the next rows, with these ids, is rolled out."""
+        self.taken = len(prompt_ids) + (self.taken if pass_index == self.pass_index else 0)
+        self.pass_index, self.last_id = pass_index, int(prompt_ids[-1])
+
+    def resume(self, left: int, accumulation: int) -> int:
+        """
+        Go on from the place of a checkpoint. Returns the micro-steps of the pass that are behind, for which the loader has no rows: whole
+        optimizer steps of `accumulation`, without those `left` of the batch in use.
+        """
+        self.passes_before, self._trained = self.pass_index, -(-self.taken // self.num_groups)
+        if not left:  # perhaps batches of another size have taken the rows
+            self._trained += -self._trained % (math.lcm(self.repeats, accumulation) // self.repeats)
+        return self._trained * self.repeats - left
+
+    def state_dict(self) -> dict[str, int]:
+        return {"pass_index": self.pass_index, "taken": self.taken, "last_id": self.last_id}
+
+    def load_state_dict(self, state: dict[str, int]):
+        self.restart()
+        vars(self).update(state)

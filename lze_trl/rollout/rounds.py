@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 
 from ..batch import Batch, Prompts, Table
-from ..memory.identity import ID_COLUMN
+from ..memory.identity import ID_COLUMN, prompts_of_groups
 from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
 from ..plan.passes import Passes, Plan
@@ -49,6 +49,7 @@ class Pending:
     rng: np.random.Generator
     lots: np.ndarray  # a random number of each prompt that was planned
     request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
+    step: int = 0  # optimizer steps so far
     ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
     round: int = 0
@@ -94,7 +95,8 @@ class Rounds:
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
         """Ask for the first round of a plan."""
         lots = keyed_rng(self.args.seed, generation, "control").random(plan.num_prompts)
-        pending = Pending(plan, generation, keyed_rng(self.args.seed, generation, "rollouts"), lots)
+        rng = keyed_rng(self.args.seed, generation, "rollouts")
+        pending = Pending(plan, generation, rng, lots, step=engine.optimizer_step)
         if self.passes.by_prompt:
             self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
@@ -234,10 +236,8 @@ class Rounds:
             judged = self.judge(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
             self._observe(judged["scores"])
         owner, place = np.divmod(np.arange(len(group)), len(group) // self.accelerator.num_processes)
-        prompt_ids = np.zeros(len(pending.counts), dtype=np.int64)
-        prompt_ids[group] = columns.pop(ID_COLUMN)
         batch = Batch.of(
-            prompt_ids,
+            prompts_of_groups(columns.pop(ID_COLUMN), group, len(pending.counts)),
             group,
             self.state.range.outcomes(judged["scores"]),
             **judged,
