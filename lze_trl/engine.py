@@ -107,8 +107,11 @@ def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
         args.use_vllm = used
 
 
-Request = tuple[list[dict[str, Any]], int]
-"""What completions are asked for: dataset rows of this process, and how often each prompt comes in a row, to be completed at once."""
+Request = tuple[list[dict[str, Any]], int, np.ndarray | None]
+"""
+What completions are asked for: dataset rows of this process, as many on each; how often each prompt comes in a row, to be completed at
+once; and the places of the rows that are wanted among those of all processes, `None` if all are.
+"""
 
 
 class _RolledOut(Exception):  # noqa: N818 - a signal, no error
@@ -253,7 +256,8 @@ class Engine:
 
     def start(self, request: Request, foresight: Any = None):
         """Let servers begin what was asked for, by the weights of the moment; [`finish`] then finds it under way."""
-        with self._looking_ahead(foresight, begins=True), suppress(self._trainer.vllm_generation.Begun):
+        ahead = self._looking_ahead(foresight, self._surplus(request), begins=True)
+        with ahead, suppress(self._trainer.vllm_generation.Begun):
             self._rolled_out(request)
 
     @contextmanager
@@ -268,10 +272,16 @@ class Engine:
             trainer.model.train(training)
             trainer._last_loaded_step = -1
 
-    def _looking_ahead(self, foresight: Any, begins: bool = False) -> AbstractContextManager:
-        if foresight is None and not begins:
+    def _looking_ahead(self, foresight: Any, surplus: int, begins: bool = False) -> AbstractContextManager:
+        if not self.over_http:
             return nullcontext()
-        return self._trainer.vllm_generation.looking_ahead(foresight, begins)
+        return self._trainer.vllm_generation.looking_ahead(foresight, begins, surplus)
+
+    def _surplus(self, request: Request) -> int:
+        """How many of the last rows of this process are not wanted."""
+        inputs, _, wanted = request
+        rank = self._trainer.accelerator.process_index
+        return 0 if wanted is None else len(inputs) - int(np.count_nonzero(wanted // len(inputs) == rank))
 
     def rounds_ended(self):
         """All completions of a generation batch are there."""
@@ -284,11 +294,14 @@ class Engine:
         """
         Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
-        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`].
+        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. Rows that are not wanted are among
+        them; reward functions and TRL's metrics do not see them.
         """
-        trainer, (inputs, _) = self._trainer, request
+        trainer, (inputs, _, _), surplus = self._trainer, request, self._surplus(request)
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
-        with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight):
+        noted = trainer.reward_notes
+        noted.begin_round(len(inputs), surplus)
+        with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight, surplus):
             prompts, generated = self._rolled_out(request)
         prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
         of_rows = [
@@ -296,8 +309,6 @@ class Engine:
             for i in range(len(inputs))
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
-        noted = trainer.reward_notes
-        noted.begin_round(len(inputs))
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         reasons = failures(trainer.environments)
         if reasons:
@@ -344,15 +355,21 @@ class Engine:
         The prompts of a request as the model saw them, and what TRL's `_generate` returned of them. TRL's own
         `_generate_and_score_completions` runs as far as that: it resets environments, and prepares tools and images.
         """
-        trainer, (inputs, group_size) = self._trainer, request
+        trainer, (inputs, group_size, wanted) = self._trainer, request
+        accelerator = trainer.accelerator
         own = vars(trainer).get("_generate")  # a user may have set it on the object
 
         def stop(prompts: list):
             raise _RolledOut(prompts, own(prompts) if own else type(view)._generate(view, prompts))
 
-        changes = {} if group_size == trainer.num_generations else {"num_generations": group_size}
+        def gather(values: torch.Tensor) -> torch.Tensor:
+            of_all = accelerator.gather(values)  # of rows, or one number of each process
+            return of_all[wanted] if len(of_all) == len(inputs) * accelerator.num_processes else of_all
+
+        changes: dict[str, Any] = {} if group_size == trainer.num_generations else {"num_generations": group_size}
         try:
-            with altered(trainer, _generate=stop, **changes) as view:
+            even = nullcontext(accelerator) if wanted is None else altered(accelerator, gather=gather)
+            with even as own_gather, altered(trainer, _generate=stop, accelerator=own_gather, **changes) as view:
                 GRPOTrainer._generate_and_score_completions(view, as_given(inputs))
         except _RolledOut as rolled_out:
             return rolled_out.args

@@ -174,7 +174,7 @@ class GenerationStep:
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
-            self.ledger.add(self.args.generation_batch_size, drawn, rows)
+            self.ledger.add(self.args.generation_batch_size, drawn, rows, *drawn.facts.get("evened_out", ()))
             self._log(pending.plan, drawn, chosen, batch, engine)
             self._record(pending.plan, engine, drawn, chosen)
         return batch
@@ -223,7 +223,8 @@ class GenerationStep:
         """What each chosen row weighs in the update, and in which micro-batch it is computed."""
         geometry, args = self.geometry, self.args
         over_all, whole, even = args.loss_normalizer == "all", len(rows) == drawn.num_rows, not self.passes.by_prompt
-        slot = drawn.shuffled * args.steps_per_generation // (drawn.num_rows // geometry.num_processes)  # TRL's own
+        each = max(1, drawn.num_rows // geometry.num_processes)
+        slot = drawn.shuffled * args.steps_per_generation // each  # TRL's own, where groups are even
         if even and (over_all or whole):
             counted = weights_of_full(slot, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
             if over_all:  # prompts that were skipped count as dead groups

@@ -34,7 +34,7 @@ from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, failures, guarded
-from .rollout.guard import RewardError, RewardNotes, checked, of_all
+from .rollout.guard import RewardError, RewardNotes, checked, left_out, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
@@ -312,7 +312,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         ends = Engine(self).end_tokens
 
         def enter(column: int, read: list[Any]):
-            ballots[column] = of_all(read, failures(self.environments))  # others may fail after the call
+            # Others may fail after the call
+            ballots[column] = of_all(read, left_out(self.environments, len(inputs), notes))
 
         funcs = [
             reader(func, partial(enter, i), ends, self.model.training) if isinstance(func, GroupReward) else func

@@ -99,7 +99,8 @@ class Passes:
         if self.mode == "skip":
             if pass_index != self.stream.pass_index:
                 self.stream.begin(pass_index)
-            active = skip_plan(self.stream.keeps(prompt_ids), self.group_size, self.accelerator.num_processes)
+            processes = 1 if self.by_prompt else self.accelerator.num_processes  # rounds share any number of rows
+            active = skip_plan(self.stream.keeps(prompt_ids), self.group_size, processes)
         skipped = np.delete(prompt_ids, active)
         if len(skipped) == 0 and not self.by_prompt:
             return Plan(self.num_groups, pass_index, inputs)
@@ -129,10 +130,13 @@ class Passes:
         return self.stream.prompt_ids[rows]
 
     def local(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """This process's share of dataset rows, loaded."""
-        share = len(rows) // self.accelerator.num_processes
-        start = share * self.accelerator.process_index
-        return self.load(rows[start : start + share])
+        """
+        This process's share of dataset rows, loaded: as many on every process. Where rows do not divide evenly, the first processes
+        have one more, and the others a surplus row at their end.
+        """
+        shares = np.array_split(rows, self.accelerator.num_processes)
+        own = shares[self.accelerator.process_index]
+        return self.load(np.append(own, rows[len(rows) - len(shares[0]) + len(own) :]))
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
         distinct, place = np.unique(rows, return_inverse=True)

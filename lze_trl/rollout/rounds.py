@@ -6,17 +6,15 @@ Rolling out a plan: as many completions for each prompt as the controller asks f
 
 import copy
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ..batch import Batch, Prompts, Table
+from ..batch import Batch, Prompts, Table, places
 from ..memory.identity import ID_COLUMN
 from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
@@ -50,6 +48,7 @@ class Pending:
     ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
     round: int = 0
+    evened_out: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))  # surplus completions, tokens
     # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `begun` and `finished`: chances,
     # see `RolloutController.chances`, of round 0 and of a later one
     given: np.ndarray | None = None
@@ -93,7 +92,7 @@ class Rounds:
             self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
-            pending.request = plan.inputs, self.args.num_generations
+            pending.request = plan.inputs, self.args.num_generations, None
         return pending
 
     def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
@@ -131,12 +130,15 @@ class Rounds:
         counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
         chances = self.controller.chances(pending.round, prompts, drawn)
         chances = None if chances is None else np.where(counts > 0, chances, 0.0)
-        counts = self._divisible(counts) if counts.any() else counts
         pending.ask(counts, chances)
         pending.request = pending.ahead = None
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
-            pending.request = self.passes.local(rows), unit
+            (owner, place), inputs, at_once, asked = self._shares(len(rows)), self.passes.local(rows), unit, None
+            if len(rows) % self.accelerator.num_processes:
+                asked = owner * len(inputs) + place
+                at_once = unit if engine.over_http else 1  # TRL's engines would take surplus rows for those of a group
+            pending.request = inputs, at_once, asked
             if self.controller.by_group and counts.max() == unit:
                 reason = engine.waits_for
                 if engine.over_http and reason is None:
@@ -159,12 +161,18 @@ class Rounds:
         held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
+        if (asked := pending.request[2]) is not None:  # what evens out the processes ends here: nothing else sees it
+            tokens = np.delete(columns["prompt_tokens"] + columns["completion_tokens"], asked)
+            if not engine.over_http:
+                pending.evened_out += (len(tokens), tokens.sum())
+            columns = {name: values[asked] for name, values in columns.items()}
+            rewards_per_func = rewards_per_func[torch.from_numpy(asked).to(rewards_per_func.device)]
         if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
             judged = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
         else:
             judged = self.judge(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
             self._observe(judged["scores"])
-        owner, place = np.divmod(np.arange(len(group)), len(group) // self.accelerator.num_processes)
+        owner, place = self._shares(len(group))
         prompt_ids = np.zeros(len(pending.counts), dtype=np.int64)
         prompt_ids[group] = columns.pop(ID_COLUMN)
         batch = Batch.of(
@@ -248,7 +256,7 @@ class Rounds:
         mean = mean_over_full_batch(batch.loss_tokens, batch.group, first, weights)
         if finished is not None:
             weights = represented(weights, finished[has_rows])
-        batch.facts |= {"uniform": sample, "mean_tokens": mean}
+        batch.facts |= {"uniform": sample, "mean_tokens": mean, "evened_out": pending.evened_out}
         return batch.with_prompts(weights=weights)
 
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
@@ -256,22 +264,15 @@ class Rounds:
         further = ask_more(self.controller, pending.round, prompts, drawn, wanted)
         if further == 0:
             return plan
-        processes = self.accelerator.num_processes
-        unit = processes // math.gcd(processes, self.args.num_generations)  # groups that divide evenly over them
-        more = self.passes.further(further + -further % unit, plan.rows)
+        more = self.passes.further(further, plan.rows)
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
         return replace(plan, rows=rows, skipped=skipped)
 
-    def _divisible(self, counts: np.ndarray) -> np.ndarray:
-        """
-        Counts whose sum all processes can share evenly: the first active prompts get more, in the unit of all counts, since
-        an engine may complete each prompt that many times.
-        """
-        unit = np.gcd.reduce(counts)
-        turns = cycle(np.flatnonzero(counts))
-        while counts.sum() % self.accelerator.num_processes:
-            counts[next(turns)] += unit
-        return counts
+    def _shares(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Process of each of `count` rows, and the row's place there, both of shape `(count,)`, as of [`Passes.local`]."""
+        processes = self.accelerator.num_processes
+        owner = np.repeat(np.arange(processes), [len(part) for part in np.array_split(np.empty(count), processes)])
+        return owner, places(owner)
 
     def judge(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()
