@@ -478,11 +478,24 @@ class Engine:
         remembered = sample.remembered if of_scores else None
         metrics["reward"][-1], metrics["reward_std"][-1] = sample.moments(rewards, remembered)
         columns = batch.rewards_per_func.astype(np.float64).T
-        for name, column in zip(self._trainer.reward_func_names, columns, strict=True):
+        for (name, place), column in zip(self._entries(), columns, strict=True):
             of_total = remembered if np.array_equal(column, rewards, equal_nan=True) else None
-            metrics[f"rewards/{name}/mean"][-1], metrics[f"rewards/{name}/std"][-1] = sample.moments(column, of_total)
+            found = sample.moments(column, of_total)
+            metrics[f"rewards/{name}/mean"][place], metrics[f"rewards/{name}/std"][place] = found
         if self._trainer.scale_rewards != "batch":
-            metrics["frac_reward_zero_std"][-1] = 1.0 - sample.live_share
+            zero_std = metrics.pop("frac_reward_zero_std")[:-1]
+            if zero_std := zero_std + [1.0 - sample.live_share] * (not np.isnan(sample.live_share)):
+                metrics["frac_reward_zero_std"] = zero_std
+
+    def _entries(self) -> list[tuple[str, int]]:
+        """Of each reward function, its name and the place of its latest entry among the metrics of this name, from the end."""
+        names = self._trainer.reward_func_names
+        return [(name, -names[i:].count(name)) for i, name in enumerate(names)]
+
+    def mean_rewards(self) -> dict[str, Any]:
+        """What is logged of the rewards of the latest generation batch: the mean total, and that of each reward function."""
+        means = [self.metrics[f"rewards/{name}/mean"][place] for name, place in self._entries()]
+        return {"reward_mean": self.metrics["reward"][-1], "rewards": means}
 
     def _advantages(self, batch: Batch) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""

@@ -175,8 +175,8 @@ class GenerationStep:
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
             self.ledger.add(self.args.generation_batch_size, drawn, rows, *drawn.facts.get("evened_out", ()))
-            self._log(pending.plan, drawn, chosen, batch, engine)
-            self._record(pending.plan, engine, drawn, chosen)
+            means = self._log(pending.plan, drawn, chosen, batch, engine)
+            self._record(pending.plan, engine, drawn, chosen, means)
         return batch
 
     def _rng(self, purpose: str) -> np.random.Generator:
@@ -249,14 +249,17 @@ class GenerationStep:
         self._record(plan, engine)
         return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 
-    def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
+    def _log(
+        self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine
+    ) -> dict[str, float | list[float]]:
+        """Log the metrics of a generation batch. Returns the means among them that are recorded as well."""
         groups = drawn.prompts
         metrics = batch_metrics(groups, chosen) | self.state.metrics() | self.passes.planner.metrics()
         metrics["pass"] = plan.pass_index
         if (sample := drawn.facts.get("uniform")) is not None:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
-            metrics["dead_share"] = 1.0 - sample.live_share
+            metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing tells of the stopped groups
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.instruction is not None:
@@ -268,9 +271,18 @@ class GenerationStep:
         if "failed" in drawn.rows:
             metrics["failed_episodes"] = drawn.failed.sum()
         for name, value in metrics.items():
-            engine.metrics[f"lze/{name}"].append(float(value))
+            if not np.isnan(value):
+                engine.metrics[f"lze/{name}"].append(float(value))
+        return engine.mean_rewards() | {name: float(metrics[name]) for name in ("pass_rate", "dead_share")}
 
-    def _record(self, plan: Plan, engine: Engine, drawn: Batch | None = None, chosen: np.ndarray | None = None):
+    def _record(
+        self,
+        plan: Plan,
+        engine: Engine,
+        drawn: Batch | None = None,
+        chosen: np.ndarray | None = None,
+        means: dict[str, float | list[float]] | None = None,
+    ):
         if not self.args.telemetry:
             return
         prompts, rows = {}, {}
@@ -287,6 +299,7 @@ class GenerationStep:
             max_steps=engine.max_steps,
             pass_index=plan.pass_index,
             skipped=len(plan.skipped),
+            means=means or {},
         )
         self.recorder.advise(self.advice.lines())
 

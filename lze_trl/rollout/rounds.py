@@ -245,8 +245,13 @@ class Rounds:
             self.guard.see(
                 batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size
             )
-        remembered = self.state.mean_scores(batch.prompt_ids[first == 0])
-        sample = uniform_sample(batch, given, finished, remembered)
+        none = batch.prompt_ids[first == 0]
+        live = None
+        if finished is not None:
+            live = np.zeros(count)
+            live[first > 0] = self.guard.stopped.live(batch.alive[first > 0], finished[first > 0])
+        known = self.state.mean_scores(none), self.state.prompts(none).alive
+        sample = uniform_sample(batch, given, live, *known)
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
         has_rows = first > 0
         if chances is not None:
