@@ -29,7 +29,7 @@ from .names import refuse_missing_model
 from .plan.passes import NoRows, Passes
 from .plan.planners import Planner
 from .record.console import RunSummary, replace_printers
-from .record.curves import accuracy_metric
+from .record.curves import held_out_metrics
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.controllers import RolloutController, is_plain
@@ -165,9 +165,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self._build_parts(*parts, instruction, recurring)
         self.summary: RunSummary | None = None
         if args.summary:
-            metric = accuracy_metric(args.pass_reward, self.reward_func_names)
+            metrics = held_out_metrics(args.pass_reward, self.reward_func_names)
             self.summary = RunSummary(
-                self.savings, self._flush_at_the_end, metric, _write_report, self.generation_step.advice.lines
+                self.savings, self._flush_at_the_end, metrics, _write_report, self.generation_step.advice.lines
             )
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 

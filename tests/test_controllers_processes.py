@@ -1,7 +1,5 @@
 """Two or three processes draw, choose and train as one does, with every selector and controller."""
 
-from collections import Counter
-
 import pandas as pd
 import pytest
 
@@ -31,7 +29,10 @@ UNEVEN = {
 }
 SMALL = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": 9}
 UNEVEN = {
-    name: SETTINGS | own | {"controller": name.split()[0], "loss_normalizer": "all"} | (SMALL if "gate" in name else {})
+    name: SETTINGS
+    | own
+    | {"controller": name.split()[0], "loss_normalizer": "all"}
+    | (SMALL if "gate" in name else {})
     for name, own in UNEVEN.items()
 }
 EVEN = [("dynamic", 3), ("gate", 3), ("gate of two", 2)]  # rounds that happen to divide

@@ -9,7 +9,7 @@ import gradio as gr
 import plotly
 
 from ..record import Run, TelemetryError
-from ..record.curves import HELD_OUT, accuracies
+from ..record.curves import evaluated
 from ..record.numbers import percent
 from ..record.reader import STATES
 from . import charts, views
@@ -303,7 +303,7 @@ class _Page:
             table = views.run_table(runs, given["words"], order)
             return changes | {self.run_table: views.table("runs", table, order, given["run"])}
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
-        tasks = {name for run in runs.values() for name in accuracies(run)} - {HELD_OUT}
+        tasks = {name for run in runs.values() for name in evaluated(run)}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
         shown = [gr.update(value=figure.to_json(), visible=True) for figure in figures]
         shown += [gr.update(visible=False)] * (_COMPARED - len(shown))

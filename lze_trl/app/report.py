@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.curves import accuracies, curve, energy_heat_map, outcome_name
+from ..record.curves import curve, energy_heat_map, evaluated, outcome_name
 from ..record.reader import STATES
 from ..version import __version__
 from .views import HTML, brightest, overview, settings, table
@@ -78,13 +78,13 @@ def _draw_summary(run: Run) -> Figure:
         ("pass_rate", f"{outcome}, all rollouts", _BLUE, "-"),
         ("selected_pass_rate", f"{outcome}, trained on", _ORANGE, "--"),
         ("reward_mean", "reward", _GREEN, ":"),
-        ("dead", "share of dead groups", _GREY, "-."),
+        ("dead_share", "share of dead groups", _GREY, "-."),
     ):
         outcomes.plot(points["step"], points[name], color=colour, ls=dashes, lw=1.6, label=label)
-    known = accuracies(run)
-    for (name, accuracy), marker in zip(known.items(), "osv^D", strict=False):
-        outcomes.plot(accuracy.index, accuracy, color="black", marker=marker, ms=3, lw=1.0, label=name)
-    lowest = min([0.0, points["reward_mean"].min(), *(accuracy.min() for accuracy in known.values())])
+    known = evaluated(run)
+    for (name, values), marker in zip(known.items(), "osv^D", strict=False):
+        outcomes.plot(values.index, values, color="black", marker=marker, ms=3, lw=1.0, label=name)
+    lowest = min([0.0, points["reward_mean"].min(), *(values.min() for values in known.values())])
     outcomes.set(title=f"{outcome.capitalize()} and reward", xlabel="step", ylim=(lowest, None))
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)
