@@ -153,7 +153,9 @@ def history(run: Run, prompt_id: int) -> go.Figure:
     shown = {label: groups[column] for label, column in names.items()}
     stopped = groups["cause"] == "stopped"
     figure = lines(
-        f"History{' (hollow: stopped early)' * stopped.any()}", shown, y_range=(0, max(1.0, run.meta.energy_max))
+        f"History{' (hollow: stopped early)' if stopped.any() else ''}",
+        shown,
+        y_range=(0, max(1.0, run.meta.energy_max)),
     )
     return figure.update_traces(marker_symbol=np.where(stopped, "circle-open", "circle"))
 

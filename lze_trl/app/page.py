@@ -186,7 +186,7 @@ class _Page:
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
         self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
-        self.run.change(lambda: gr.update(visible=False), None, self.forecast, **quiet)
+        self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
             part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
         for part in (self.table, self.scatter):
@@ -206,6 +206,14 @@ class _Page:
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
+
+    def _offer_forecast(self, id: str) -> tuple[Any, Any]:
+        """No forecast of the run before, and the button for one if a recording of such a run can answer."""
+        try:
+            offered = self.book.open(id).meta.settings.get("controller", "uniform") == "uniform"
+        except TelemetryError:
+            offered = False
+        return gr.update(visible=False), gr.update(visible=offered)
 
     def _forecast(self, id: str) -> Any:
         from ..forecast import forecast

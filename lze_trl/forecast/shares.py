@@ -11,6 +11,8 @@ from .sample import GroupSample
 
 
 DRAWS = 2000
+_LARGEST = 64  # group size that is named
+MANY_DEAD = 0.5  # share of dead groups from which a larger size is named
 _FITS, _OF_NORMAL = 16, 1.2816  # standard deviations, of half an 80 % interval
 
 
@@ -90,9 +92,22 @@ def _beyond(sample: GroupSample, size: int, rng: np.random.Generator) -> Interva
     return Interval(value, max(0.0, value - reach), min(1.0, value + reach))
 
 
-def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Interval, Interval, int]:
-    """Mean outcome; that of the best of `of` completions less it; and how many the best is of: no more than were drawn."""
+def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Interval, Interval | None, int]:
+    """
+    Mean outcome; that of the best of `of` completions less it, `None` where single completions are not known; and how many the best is
+    of: no more than were drawn.
+    """
     outcomes, of = np.sort(sample.table("outcomes"), axis=1), min(of, sample.size)
     chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best
     averages = outcomes.mean(axis=1)
-    return mean(averages, rng), mean(outcomes @ chances - averages, rng), of
+    return mean(averages, rng), mean(outcomes @ chances - averages, rng) if sample.settled else None, of
+
+
+def large_enough(sample: GroupSample, rng: np.random.Generator) -> tuple[int, Interval] | None:
+    """The smallest group size, of twice that drawn and more, of which less than half of the groups would be dead; with their share."""
+    size = 2 * sample.size
+    while size <= _LARGEST and (share := dead_share(sample, size, rng)) is not None:
+        if share.value < MANY_DEAD:
+            return size, share
+        size *= 2
+    return None

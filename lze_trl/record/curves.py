@@ -7,6 +7,7 @@ Steps count from 1: that of a generation batch is the optimizer step that it is 
 import numpy as np
 import pandas as pd
 
+from .advice import accuracy_reward
 from .evaluations import task_curves
 from .ledger import KINDS, UNITS
 from .reader import PAID, Run
@@ -73,10 +74,8 @@ def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
     Name of the metric by which held-out prompts are judged first: the mean of `pass_reward` over their completions, by default of the
     one reward function whose name says that it is an accuracy, else of the total.
     """
-    named = {name for name in reward_names if "accuracy" in name.lower()}
-    if pass_reward is None and len(named) == 1:
-        (pass_reward,) = named
-    return "eval_reward" if pass_reward in (None, "total") else f"eval_rewards/{pass_reward}/mean"
+    name = accuracy_reward(pass_reward, reward_names)
+    return "eval_reward" if name is None else f"eval_rewards/{name}/mean"
 
 
 def held_out_metrics(pass_reward: str | None, reward_names: list[str]) -> dict[str, str]:
