@@ -39,7 +39,7 @@ SHARES = re.compile(
 RANGES = {"reward": (0.0, 1.2), "rewards/correct/mean": (0.0, 1.0), "rewards/short/mean": (0.0, 0.2)}
 # Of 3 prompts × 4, 8 prompts × 3 and 2 prompts × 6
 SHAPES = [(12, 4), (24, 3), (12, 6)]
-KWARGS = {"gate": {"recheck": 0.3}, "dynamic": {"max_rounds": 3}}
+KWARGS = {"gate": {"explore": 0.1, "recheck": 0.3, "control": 0.0}, "dynamic": {"max_rounds": 3}}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,11 +48,12 @@ def test_every_logged_share_and_mean_lies_in_its_range(tmp_path, controller, sha
     rows, size = shape
     binary = {"pass_reward": "correct"} if "reinforce" in controller else {}
     settings = {"controller": controller, "controller_kwargs": KWARGS.get(controller, {}), "num_generations": size}
-    settings |= {"generation_batch_size": rows, "selector": "zero_variance", "selection_ratio": 1.0, "max_steps": 10}
+    settings |= {"generation_batch_size": rows, "selector": "zero_variance", "selection_ratio": 1.0}
+    settings |= {"max_steps": 40 if controller == "gate" else 10}
     settings |= {"per_device_train_batch_size": rows, "learning_rate": 0.0, "seed": rows + size} | binary
     if controller.startswith("reinforce"):
         settings |= {"controller_kwargs": {"kept": 2, "round_size": 2, "max_rounds": 2}}
-    funcs = [correct, short] if size != 3 else [correct]
+    funcs = [correct] if size == 3 or controller == "gate" else [correct, short]
     trainer = tiny.run(tmp_path, cls=FixedTrainer, reward_funcs=funcs, dataset=tiny.prompts(17), **settings)
     seen = set()
     for entry in trainer.state.log_history:
@@ -185,13 +186,11 @@ def test_a_reward_is_called_an_accuracy_only_if_it_is_named_one(pass_reward, nam
 
 def test_states_rest_on_visits_that_were_not_stopped(tmp_path):
     half, nothing = (1, 0, 0, 0), (0, 0, 0, 0)
-    stopped = np.array(["", "stopped", "stopped"])
     records = [
         make_record(0, [half, nothing, nothing], cause=np.array(["", "hopeless", "hopeless"])),
         # Each got one completion: all right, all wrong, and a prompt that is new
         make_record(1, [(1,), (1,), (1,)], ids=(11, -22, 44), cause=np.array(["stopped"] * 3), size=[1, 1, 1]),
     ]
-    del stopped
     prompts = record_run(tmp_path, records).prompts().set_index("prompt_id")
     assert prompts.state.to_dict() == {11: "frontier", -22: "hopeless", 33: "hopeless", 44: "stopped"}
     assert prompts.drawn.to_dict() == {11: 4, -22: 4, 33: 4, 44: 1}
@@ -266,11 +265,7 @@ def test_stopped_groups_count_with_what_their_completion_says(tmp_path):
 
 
 def test_a_group_size_that_is_too_small_is_named(tmp_path):
-    pairs = np.zeros((100, 1))
-    pairs[:18:2] = 1.0  # 9 of 50 pairs are alive
-    pairs[18:27:2] = 1.0
-    rng = np.random.default_rng(0)
-    pairs = (rng.random((400, 1)) < 0.18).astype(float)
+    pairs = (np.random.default_rng(0).random((400, 1)) < 0.18).astype(float)
     advice = adviser(tmp_path, ("reward",), num_generations=2)
     lines = told(advice, pairs, [2] * 200)
     assert list(lines) == ["group_size"]
