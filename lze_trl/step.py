@@ -174,9 +174,9 @@ class GenerationStep:
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
-            self.ledger.add(self.args.generation_batch_size, drawn, rows, *drawn.facts.get("evened_out", ()))
-            means = self._log(pending.plan, drawn, chosen, batch, engine)
-            self._record(pending.plan, engine, drawn, chosen, means)
+            self.ledger.add(self.args.generation_batch_size, drawn, rows)
+            self._log(pending.plan, drawn, chosen, batch, engine)
+            self._record(pending.plan, engine, drawn, chosen)
         return batch
 
     def _rng(self, purpose: str) -> np.random.Generator:
@@ -249,10 +249,7 @@ class GenerationStep:
         self._record(plan, engine)
         return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 
-    def _log(
-        self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine
-    ) -> dict[str, float | list[float]]:
-        """Log the metrics of a generation batch. Returns the means among them that are recorded as well."""
+    def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
         groups = drawn.prompts
         metrics = batch_metrics(groups, chosen) | self.state.metrics() | self.passes.planner.metrics()
         metrics["pass"] = plan.pass_index
@@ -273,23 +270,17 @@ class GenerationStep:
         for name, value in metrics.items():
             if not np.isnan(value):
                 engine.metrics[f"lze/{name}"].append(float(value))
-        return engine.mean_rewards() | {name: float(metrics[name]) for name in ("pass_rate", "dead_share")}
+        # The recording shows what is logged
+        drawn.facts["means"] = engine.mean_rewards() | {name: metrics[name] for name in ("pass_rate", "dead_share")}
 
-    def _record(
-        self,
-        plan: Plan,
-        engine: Engine,
-        drawn: Batch | None = None,
-        chosen: np.ndarray | None = None,
-        means: dict[str, float | list[float]] | None = None,
-    ):
+    def _record(self, plan: Plan, engine: Engine, drawn: Batch | None = None, chosen: np.ndarray | None = None):
         if not self.args.telemetry:
             return
-        prompts, rows = {}, {}
+        prompts, rows, means = {}, {}, {}
         if drawn is not None and chosen is not None:
             pruned = self.state.pruned(drawn.prompt_ids)
             prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned)
-            rows = row_columns(drawn)
+            rows, means = row_columns(drawn), drawn.facts["means"]
         self.recorder.record(
             prompts,
             rows,
@@ -299,7 +290,7 @@ class GenerationStep:
             max_steps=engine.max_steps,
             pass_index=plan.pass_index,
             skipped=len(plan.skipped),
-            means=means or {},
+            means=means,
         )
         self.recorder.advise(self.advice.lines())
 

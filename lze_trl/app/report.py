@@ -58,8 +58,8 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
 
 
 def _learned(run: Run) -> Markup:
-    """Table of the prompts by their state at the first visit that could be scored, and now."""
-    frame = run.sql("""SELECT state, CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
+    """Table of the prompts by their state at the first visit that could be scored and was not stopped, and now."""
+    frame = run.sql("""SELECT state, CASE WHEN state = 'stopped' THEN state WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
         WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first FROM prompt_states""")
     counts = pd.crosstab(frame["first"] + " at the first visit", "now " + frame["state"])
     now = [f"now {state}" for state in STATES if f"now {state}" in counts]

@@ -58,7 +58,9 @@ class RunSummary(TrainerCallback):
     _advised: set[str] = field(default_factory=set)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
-        known = [(label, form, logs[name]) for name, label, form in _SHOWN if logs and logs.get(name) is not None]
+        others = [(metric, name, "{:.3f}") for metric, name in self.held_out.items() if metric != "eval_reward"]
+        shown = (_SHOWN[0], *others, *_SHOWN[1:])
+        known = [(label, form, logs[name]) for name, label, form in shown if logs and logs.get(name) is not None]
         if known and state.is_world_process_zero:
             line = "  ".join(f"{label} {form.format(float(value))}" for label, form, value in known)
             tqdm.write(f"step {state.global_step:>5}  {line}")  # above the progress bar, if there is one

@@ -93,14 +93,7 @@ class Ledger:
         name = f"{kind}_seconds"
         setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
 
-    def add(
-        self,
-        plain_rows: int,
-        drawn: Batch | None = None,
-        chosen: np.ndarray | None = None,
-        surplus_rows: int = 0,
-        surplus_tokens: int = 0,
-    ):
+    def add(self, plain_rows: int, drawn: Batch | None = None, chosen: np.ndarray | None = None):
         """
         Add a generation batch: what was `drawn` and scored, and the `chosen` rows, which are trained on; nothing where pruning left
         nothing. Plain GRPO draws as many completions of every prompt, so its `plain_rows` are taken to be as long as the mean of the
@@ -116,6 +109,7 @@ class Ledger:
             self.groups_dead += int((~drawn.alive).sum())
             self.rows_rolled_out += drawn.num_rows
             self.rows_trained += len(chosen)
+            surplus_rows, surplus_tokens = drawn.facts.get("evened_out", (0, 0))
             self.rows_evened_out += int(surplus_rows)
             self.rollout_tokens += int(tokens.sum() + surplus_tokens)
             self.update_tokens += chosen_tokens * self.iterations

@@ -29,10 +29,8 @@ the highest ones. A forgotten one was solved and pruned, failed its re-check, an
 stopped at every visit.
 """
 
-ORDERS = (
-    *("text", "state", "energy", "difficulty", "uncertainty", "momentum", "pass_rate", "drawn", "first_pass_rate"),
-    "visits",
-)
+_MEASURED = ("energy", "difficulty", "uncertainty", "momentum", "pass_rate", "drawn")
+ORDERS = ("text", "state", *_MEASURED, "first_pass_rate", "visits")
 """What [`Run.prompts`] sorts by."""
 
 # One row per visited prompt: its latest visit that was not stopped, if there is one, and sums over all visits

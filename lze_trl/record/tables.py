@@ -75,7 +75,7 @@ def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
         "group_size": groups.sizes.mean(),
         "selected_share": chosen.mean(),
         "dead_share": (~groups.alive).mean(),
-        "solved_share": groups.solved.mean(),
+        "solved_share": (groups.solved & (groups.sizes > 1)).mean(),
         "replayed_share": groups.replayed.mean(),
         "forgotten": groups.forgotten.sum(),
         **({"selected_pass_rate": _mean(groups.pass_rates[chosen])} if chosen.any() else {}),
