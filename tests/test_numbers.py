@@ -12,6 +12,8 @@ from controllers_run import FixedTrainer
 from lze_trl.app import charts, views
 from lze_trl.app.report import _draw_summary
 from lze_trl.config import CONTROLLERS
+from lze_trl.forecast import forecast
+from lze_trl.forecast.recorded import sample_of_folder
 from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
 from lze_trl.record.advice import PATIENCE, Advice
@@ -20,6 +22,7 @@ from lze_trl.record.curves import curve, held_out_metrics, logged_curves, reward
 from lze_trl.rollout.estimates import StoppedGroups, uniform_sample
 from samples import rollouts
 from test_app import shown_lines
+from test_forecast import sample
 from test_telemetry import make_record, record_run
 
 
@@ -275,3 +278,31 @@ def test_a_group_size_that_is_too_small_is_named(tmp_path):
     # As many dead ones, but of prompts that always pass or fail: no size would help
     split = np.repeat(np.arange(200) < 36, 2).astype(float)[:, np.newaxis]
     assert "group_size" not in told(adviser(tmp_path, ("reward",), num_generations=2), split, [2] * 200)
+
+
+# ---- Forecast ----
+
+
+def test_a_forecast_names_the_group_size_that_would_do_and_what_was_not_recorded(tmp_path):
+    rates = np.full((200, 1), 0.18)
+    pairs = forecast(sample((np.random.default_rng(0).random((200, 2)) < rates).astype(float)))
+    assert pairs.dead[
+        2
+    ].value > 0.6 and "With `num_generations: 4`, less than half of the groups would be dead" in str(pairs)
+    rare = forecast(sample((np.random.default_rng(0).random((400, 4)) < 0.04).astype(float)))
+    assert max(rare.dead) > 16  # none of the usual sizes would do
+    assert "num_generations" not in str(forecast(sample(np.tile([1.0, 0.0], (50, 2)))))
+    # Graded rewards: the telemetry holds means of groups
+    tiny.run(
+        tmp_path, reward_funcs=short, telemetry=True, strategy="exact", cls=FixedTrainer, dataset=tiny.prompts(17)
+    )
+    graded = forecast(sample_of_folder(tmp_path))
+    assert graded.gain is None and "was not recorded" in str(graded)
+    assert "trainer.forecast()" in str(graded)
+    # So the advice of such a run does not send its reader there
+    advice = adviser(tmp_path, ("reward",))
+    outcomes = np.concatenate([np.tile([0.5, 0.25, 1.0, 0.0], (2, 1)), np.ones((6, 4))])
+    batch = sample(outcomes).batch.with_rows(rewards_per_func=outcomes.reshape(-1, 1))
+    for _ in range(PATIENCE):
+        advice.see(batch, causes(batch), np.array([0.9] * 2 + [0.05] * 6), 1e-3)
+    assert "on the recipe, or `trainer.forecast()`" in advice.lines()["gate"]

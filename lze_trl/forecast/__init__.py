@@ -10,10 +10,11 @@ from ..record.evaluations import text_table
 from ..record.numbers import number
 from .prices import DRIFT, GENERATION, LUCK, Price, chosen, prices
 from .sample import GroupSample
-from .shares import MANY_DEAD, Interval, dead_share, large_enough, mean, to_gain
+from .shares import Interval, dead_share, mean, to_gain
 
 
 SIZES = (4, 8, 16)  # of groups, for which dead groups are forecast
+_LARGEST, _MANY = 64, 0.5  # group size that is forecast while so large a share of the groups of smaller ones is dead
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,11 @@ class Forecast:
     dead: dict[int, Interval]  # share of dead groups by group size
     causes: dict[str, Interval]  # share of all groups that are dead by each cause
     accuracy: Interval  # mean outcome of a completion
-    gain: (
-        Interval | None
-    )  # mean outcome of the best of `best_of` completions, less that; `None` if that was not recorded
+    gain: Interval | None  # mean outcome of the best of `best_of` completions, less that; `None`: not recorded
     best_of: int
     step: dict[str, float]  # of plain GRPO: `rows`, `length`; seconds of `rollout` and `update`, bytes of `memory`
     prices: list[Price]
     chosen: Price | None  # `None` if nothing is to be saved
-    enough: int | None = (
-        None  # group size from which less than half of the groups are dead, where half of them are and such a size is known
-    )
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, as JSON can hold them."""
@@ -47,10 +43,9 @@ class Forecast:
         lines += [f"  because  {_percent(share)} {CAUSES[cause]}" for cause, share in self.causes.items()]
         constant = {name: "None" if np.isnan(value) else f"{value:g}" for name, value in sample.constant.items()}
         lines += [f"  the reward `{name}` was {value} for every completion" for name, value in constant.items()]
-        if self.enough:
-            lines.append(
-                f"  G = {self.enough} is the smallest, by doubling, of which less than half of the groups would be dead: `num_generations`"
-            )
+        enough = next((size for size, share in self.dead.items() if size > sample.size and share.value < _MANY), None)
+        if enough and self.dead[sample.size].value >= _MANY:
+            lines.append(f"  With `num_generations: {enough}`, less than half of the groups would be dead.")
         more = "was not recorded" if self.gain is None else f"has {self.gain:+.2f} more"
         gain = f"mean outcome {self.accuracy:.2f}; the best of {self.best_of} {more}"
         size = f"{number(step['rows'])} completions, {number(step['length'])} {sample.unit}"
@@ -86,20 +81,17 @@ def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
     rng, batch = np.random.default_rng(seed), sample.batch
     of_size = {size: dead_share(sample, size, rng) for size in sorted({*SIZES, sample.size})}
     accuracy, gain, best_of = to_gain(sample, 8, rng)
-    own, enough = of_size[sample.size], None
-    if own is not None and own.value >= MANY_DEAD and (found_size := large_enough(sample, rng)):
-        enough, of_size[enough] = found_size
+    while (last := of_size[size := max(of_size)]) is not None and last.value >= _MANY and size < _LARGEST:
+        of_size[2 * size] = dead_share(sample, 2 * size, rng)
     found, rows = prices(sample, rng), sample.horizon.per_batch * sample.size
     step = {"rows": rows, "length": rows * float((batch.prompt_tokens + batch.completion_tokens).mean())}
     if sample.costs is not None:
         step |= {"rollout": rows * sample.costs.rollout, "update": rows * sample.costs.update}
         step |= {"memory": sample.costs.memory} if sample.costs.memory else {}
     causes = {cause: mean(sample.causes == cause, rng) for cause in CAUSES if (sample.causes == cause).any()}
-    sizes = {size: estimate for size, estimate in of_size.items() if estimate is not None}
+    sizes = {size: estimate for size, estimate in sorted(of_size.items()) if estimate is not None}
     causes = dict(sorted(causes.items(), key=lambda item: -item[1].value))
-    return Forecast(
-        sample, dict(sorted(sizes.items())), causes, accuracy, gain, best_of, step, found, chosen(found), enough
-    )
+    return Forecast(sample, sizes, causes, accuracy, gain, best_of, step, found, chosen(found))
 
 
 def _assumed(sample: GroupSample) -> list[str]:

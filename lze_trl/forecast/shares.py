@@ -11,8 +11,6 @@ from .sample import GroupSample
 
 
 DRAWS = 2000
-_LARGEST = 64  # group size that is named
-MANY_DEAD = 0.5  # share of dead groups from which a larger size is named
 _FITS, _OF_NORMAL = 16, 1.2816  # standard deviations, of half an 80 % interval
 
 
@@ -101,13 +99,3 @@ def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Int
     chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best
     averages = outcomes.mean(axis=1)
     return mean(averages, rng), mean(outcomes @ chances - averages, rng) if sample.settled else None, of
-
-
-def large_enough(sample: GroupSample, rng: np.random.Generator) -> tuple[int, Interval] | None:
-    """The smallest group size, of twice that drawn and more, of which less than half of the groups would be dead; with their share."""
-    size = 2 * sample.size
-    while size <= _LARGEST and (share := dead_share(sample, size, rng)) is not None:
-        if share.value < MANY_DEAD:
-            return size, share
-        size *= 2
-    return None
