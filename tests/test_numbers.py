@@ -173,6 +173,7 @@ def test_all_pages_show_what_is_logged(gated, capsys):
         (None, ["correct", "short"], "held-out reward"),
         (None, ["format_reward"], "held-out reward"),
         (None, ["my_accuracy", "format"], "held-out accuracy"),
+        (None, ["exact_match_reward"], "held-out accuracy"),
         (None, ["easy_accuracy", "hard_accuracy"], "held-out reward"),
         ("correct", ["correct", "short"], "held-out accuracy"),
         ("total", ["accuracy_reward", "short"], "held-out reward"),

@@ -20,6 +20,7 @@ _MOST = 0.5  # share of rows, or groups, from which a sentence is due
 _WORTH = 0.9  # price below which another strategy is named
 _FULL = 0.95  # share of its range from which a reward is at its highest
 _CHANCE = 0.1  # share of dead groups that pass rates which differ may add to what chance makes dead
+_ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
 _CURES = {
     "unscored": "Check that answers are parsed, and that the reward functions get the dataset columns that they read.",
@@ -35,10 +36,10 @@ _CURES = {
 
 def accuracy_reward(pass_reward: str | None, reward_names: list[str]) -> str | None:
     """
-    The reward function that says whether a completion is right: the user's `pass_reward`, else the only one whose name says that it is an
-    accuracy; `None` if that is the total, or not known.
+    The reward function that says whether a completion is right: the user's `pass_reward`, else the only one whose name says so, as
+    `accuracy_reward` and `exact_match_reward` do; `None` if that is the total, or not known.
     """
-    named = {name for name in reward_names if "accuracy" in name.lower()}
+    named = {name for name in reward_names if any(word in name.lower() for word in _ACCURACY)}
     if pass_reward is None and len(named) == 1:
         (pass_reward,) = named
     return None if pass_reward == "total" else pass_reward

@@ -71,8 +71,8 @@ def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.S
 
 def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
     """
-    Name of the metric by which held-out prompts are judged first: the mean of `pass_reward` over their completions, by default of the
-    one reward function whose name says that it is an accuracy, else of the total.
+    Name of the metric by which held-out prompts are judged first: the mean of `pass_reward` over their completions, by default of
+    the one reward function whose name says that it is an accuracy, else of the total.
     """
     name = accuracy_reward(pass_reward, reward_names)
     return "eval_reward" if name is None else f"eval_rewards/{name}/mean"
