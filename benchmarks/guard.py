@@ -211,7 +211,7 @@ def train(run: Run) -> dict[str, Any]:
     trainer.train()
     shutil.rmtree(folder, ignore_errors=True)
     logged = {
-        name: [entry.get(f"lze/{name}") for entry in trainer.state.log_history if "lze/dead_share" in entry]
+        name: [entry.get(f"lze/{name}") for entry in trainer.state.log_history if "lze/groups" in entry]
         for name in ("guard", "dead_share", "gate_price", "gate_live_kept", "gate_signal_kept")
     }
     return {"accuracy": curve.accuracies, "tokens": curve.tokens} | logged

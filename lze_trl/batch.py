@@ -226,10 +226,8 @@ class Batch:
         """Values of all rows in the batch's order, from each process's values for the rows that it holds."""
         from accelerate.utils import gather_object
 
-        everything = gather_object(values)
-        index = np.empty(len(everything), dtype=np.int64)
-        index[np.lexsort((self.place, self.owner))] = np.arange(len(everything))
-        return [everything[i] for i in index]
+        of_processes = gather_object([values])
+        return [of_processes[owner][place] for owner, place in zip(self.owner, self.place, strict=True)]
 
     def gathered_on_main(
         self, rows: np.ndarray, value: Callable[[int], Any], accelerator: "Accelerator"

@@ -111,8 +111,11 @@ def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
         args.use_vllm = used
 
 
-Request = tuple[list[dict[str, Any]], int]
-"""What completions are asked for: dataset rows of this process, and how often each prompt comes in a row, to be completed at once."""
+Request = tuple[list[dict[str, Any]], int, np.ndarray | None]
+"""
+What completions are asked for: dataset rows of this process, as many on each; how often each prompt comes in a row, to be completed at
+once; and the places of the rows that are wanted among those of all processes, `None` if all are.
+"""
 
 
 class _RolledOut(Exception):  # noqa: N818 - a signal, no error
@@ -330,7 +333,8 @@ class Engine:
 
     def start(self, request: Request, foresight: Any = None):
         """Let servers begin what was asked for, by the weights of the moment; [`finish`] then finds it under way."""
-        with self._looking_ahead(foresight, begins=True), suppress(self._trainer.vllm_generation.Begun):
+        ahead = self._looking_ahead(foresight, self._surplus(request), begins=True)
+        with ahead, suppress(self._trainer.vllm_generation.Begun):
             self._rolled_out(request)
 
     @contextmanager
@@ -347,10 +351,16 @@ class Engine:
             trainer.model.train(training)
             trainer._last_loaded_step = -1
 
-    def _looking_ahead(self, foresight: Any, begins: bool = False) -> AbstractContextManager:
-        if foresight is None and not begins:
+    def _looking_ahead(self, foresight: Any, surplus: int, begins: bool = False) -> AbstractContextManager:
+        if not self.over_http:
             return nullcontext()
-        return self._trainer.vllm_generation.looking_ahead(foresight, begins)
+        return self._trainer.vllm_generation.looking_ahead(foresight, begins, surplus)
+
+    def _surplus(self, request: Request) -> int:
+        """How many of the last rows of this process are not wanted."""
+        inputs, _, wanted = request
+        rank = self._trainer.accelerator.process_index
+        return 0 if wanted is None else len(inputs) - int(np.count_nonzero(wanted // len(inputs) == rank))
 
     def rounds_ended(self):
         """All completions of a generation batch are there."""
@@ -364,11 +374,13 @@ class Engine:
         Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
         next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. The reward functions at some columns
-        `may_fail`.
+        `may_fail`. Rows that are not wanted are among them; reward functions and TRL's metrics do not see them.
         """
-        trainer, (inputs, _) = self._trainer, request
+        trainer, (inputs, _, _), surplus = self._trainer, request, self._surplus(request)
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
-        with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight):
+        noted = trainer.reward_notes
+        noted.begin_round(len(inputs), surplus)
+        with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight, surplus):
             prompts, generated = self._rolled_out(request)
         prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
         of_rows = [
@@ -376,9 +388,8 @@ class Engine:
             for i in range(len(inputs))
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
-        noted, answers = trainer.reward_notes, trainer.answers
+        answers = trainer.answers
         answers.see(completion_ids, prompt_ids)
-        noted.begin_round(len(inputs))
         funcs = list(trainer.reward_funcs)
         for column in may_fail:
             funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
@@ -429,15 +440,21 @@ class Engine:
         The prompts of a request as the model saw them, and what TRL's `_generate` returned of them. TRL's own
         `_generate_and_score_completions` runs as far as that: it resets environments, and prepares tools and images.
         """
-        trainer, (inputs, group_size) = self._trainer, request
+        trainer, (inputs, group_size, wanted) = self._trainer, request
+        accelerator = trainer.accelerator
         own = vars(trainer).get("_generate")  # a user may have set it on the object
 
         def stop(prompts: list):
             raise _RolledOut(prompts, own(prompts) if own else type(view)._generate(view, prompts))
 
-        changes = {} if group_size == trainer.num_generations else {"num_generations": group_size}
+        def gather(values: torch.Tensor) -> torch.Tensor:
+            of_all = accelerator.gather(values)  # of rows, or one number of each process
+            return of_all[wanted] if len(of_all) == len(inputs) * accelerator.num_processes else of_all
+
+        changes: dict[str, Any] = {} if group_size == trainer.num_generations else {"num_generations": group_size}
         try:
-            with altered(trainer, _generate=stop, **changes) as view:
+            even = nullcontext(accelerator) if wanted is None else altered(accelerator, gather=gather)
+            with even as own_gather, altered(trainer, _generate=stop, accelerator=own_gather, **changes) as view:
                 GRPOTrainer._generate_and_score_completions(view, as_given(inputs))
         except _RolledOut as rolled_out:
             return rolled_out.args
@@ -596,11 +613,24 @@ class Engine:
         remembered = sample.remembered if of_scores else None
         metrics["reward"][-1], metrics["reward_std"][-1] = sample.moments(rewards, remembered)
         columns = batch.rewards_per_func.astype(np.float64).T
-        for name, column in zip(self._trainer.reward_func_names, columns, strict=True):
+        for (name, place), column in zip(self._entries(), columns, strict=True):
             of_total = remembered if np.array_equal(column, rewards, equal_nan=True) else None
-            metrics[f"rewards/{name}/mean"][-1], metrics[f"rewards/{name}/std"][-1] = sample.moments(column, of_total)
+            found = sample.moments(column, of_total)
+            metrics[f"rewards/{name}/mean"][place], metrics[f"rewards/{name}/std"][place] = found
         if self._trainer.scale_rewards != "batch":
-            metrics["frac_reward_zero_std"][-1] = 1.0 - sample.live_share
+            zero_std = metrics.pop("frac_reward_zero_std")[:-1]
+            if zero_std := zero_std + [1.0 - sample.live_share] * (not np.isnan(sample.live_share)):
+                metrics["frac_reward_zero_std"] = zero_std
+
+    def _entries(self) -> list[tuple[str, int]]:
+        """Of each reward function, its name and the place of its latest entry among the metrics of this name, from the end."""
+        names = self._trainer.reward_func_names
+        return [(name, -names[i:].count(name)) for i, name in enumerate(names)]
+
+    def mean_rewards(self) -> dict[str, Any]:
+        """What is logged of the rewards of the latest generation batch: the mean total, and that of each reward function."""
+        means = [self.metrics[f"rewards/{name}/mean"][place] for name, place in self._entries()]
+        return {"reward_mean": self.metrics["reward"][-1], "rewards": means}
 
     def _advantages(self, batch: Batch) -> np.ndarray:
         """Advantages by the statistics of all completions drawn, shape `(B,)`."""

@@ -9,7 +9,7 @@ from huggingface_hub import HfApi
 from .checkpoint import REPLACED
 from .files import write_atomically
 from .record import MissingTelemetryError, open_run
-from .record.curves import held_out
+from .record.curves import held_out_curves
 from .record.evaluations import FOLDER as EVALUATIONS
 from .record.evaluations import first_and_last, read_results, rows_of, text_table
 from .record.ledger import headline, skipped_visits
@@ -78,7 +78,7 @@ def extend_model_card(run_dir: str | Path):
 def model_card_section(run_dir: str | Path) -> str:
     """Markdown about the run: savings, settings, evaluations and picture."""
     with closing(open_run(run_dir)) as run:
-        summary, settings, accuracy = run.summary(), dict(run.meta.settings), held_out(run)
+        summary, settings, held_out = run.summary(), dict(run.meta.settings), held_out_curves(run)
     if settings.get("selector") in ("all", "zero_variance"):
         settings.pop("selection_ratio", None)  # these selectors ignore it
     prompts = summary["prompts"]
@@ -90,10 +90,11 @@ def model_card_section(run_dir: str | Path) -> str:
     shows = Path(run_dir, PICTURE).is_file()
     picture = f"![Pass rate and energy over the steps]({PICTURE})\n\n" if shows else ""
     learned = ""
-    if len(accuracy):
-        values = " → ".join(f"{accuracy[step]:.3f} at step {step}" for step in dict.fromkeys(accuracy.index[[0, -1]]))
-        kind = "accuracy" if accuracy.between(0.0, 1.0).all() else "reward"
-        learned = f"\nHeld-out {kind} (`{accuracy.name}`, sampled as in training): {values}.\n"
+    for name, values in held_out.items():
+        shown_values = " → ".join(
+            f"{values[step]:.3f} at step {step}" for step in dict.fromkeys(values.index[[0, -1]])
+        )
+        learned += f"\n{name.capitalize()} (`{values.name}`, sampled as in training): {shown_values}.\n"
     way = f"with data selection by `strategy: {settings.get('strategy')}`"
     if settings.get("selector") == "energy":
         way = "on the groups with the most Learning-Zone Energy ([arXiv 2605.17003](https://arxiv.org/abs/2605.17003))"

@@ -239,7 +239,8 @@ class GenerationStep:
         """What each chosen row weighs in the update, and in which micro-batch it is computed."""
         geometry, args = self.geometry, self.args
         over_all, whole, even = args.loss_normalizer == "all", len(rows) == drawn.num_rows, not self.passes.by_prompt
-        slot = drawn.shuffled * args.steps_per_generation // (drawn.num_rows // geometry.num_processes)  # TRL's own
+        each = max(1, drawn.num_rows // geometry.num_processes)
+        slot = drawn.shuffled * args.steps_per_generation // each  # TRL's own, where groups are even
         if even and (over_all or whole):
             counted = weights_of_full(slot, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
             if over_all:  # prompts that were skipped count as dead groups
@@ -271,7 +272,7 @@ class GenerationStep:
         if (sample := drawn.facts.get("uniform")) is not None:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
-            metrics["dead_share"] = 1.0 - sample.live_share
+            metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing tells of the stopped groups
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.instruction is not None:
@@ -283,16 +284,19 @@ class GenerationStep:
         if "failed" in drawn.rows:
             metrics["failed_episodes"] = drawn.failed.sum()
         for name, value in metrics.items():
-            engine.metrics[f"lze/{name}"].append(float(value))
+            if not np.isnan(value):
+                engine.metrics[f"lze/{name}"].append(float(value))
+        # The recording shows what is logged
+        drawn.facts["means"] = engine.mean_rewards() | {name: metrics[name] for name in ("pass_rate", "dead_share")}
 
     def _record(self, plan: Plan, engine: Engine, drawn: Batch | None = None, chosen: np.ndarray | None = None):
         if not self.args.telemetry:
             return
-        prompts, rows = {}, {}
+        prompts, rows, means = {}, {}, {}
         if drawn is not None and chosen is not None:
             pruned = self.state.pruned(drawn.prompt_ids)
             prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned)
-            rows = row_columns(drawn)
+            rows, means = row_columns(drawn), drawn.facts["means"]
         self.recorder.record(
             prompts,
             rows,
@@ -302,6 +306,7 @@ class GenerationStep:
             max_steps=engine.max_steps,
             pass_index=plan.pass_index,
             skipped=len(plan.skipped),
+            means=means,
         )
         self.recorder.advise(self.advice.lines())
 

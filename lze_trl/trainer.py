@@ -33,14 +33,14 @@ from .plan.planners import Planner
 from .plan.stream import StreamedRows
 from .prompt_checks import Context, context_of, token_counter
 from .record.console import RunSummary, replace_printers
-from .record.curves import accuracy_metric
+from .record.curves import held_out_metrics
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
 from .record.recorder import Recorder
 from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, guarded
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardError, RewardNotes, checked, of_all
+from .rollout.guard import RewardError, RewardNotes, checked, left_out, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
@@ -190,9 +190,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.generation_step.advice.left_out = left_out
         self.summary: RunSummary | None = None
         if args.summary:
-            metric = accuracy_metric(args.pass_reward, self.reward_func_names)
+            metrics = held_out_metrics(args.pass_reward, self.reward_func_names)
             self.summary = RunSummary(
-                self.savings, self._flush_at_the_end, metric, _write_report, self.generation_step.advice.lines
+                self.savings, self._flush_at_the_end, metrics, _write_report, self.generation_step.advice.lines
             )
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
@@ -375,11 +375,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         answers.see(completion_ids_list)
 
         def enter(column: int, read: list[Any]):
-            ballots[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
+            ballots[column] = of_all(read, reasons())  # others may fail after the call
+
+        def reasons() -> list[str | None]:
+            return left_out(answers.reasons(environments), len(inputs), notes)
 
         def truncated() -> list[bool]:
-            pairs = zip(answers.truncated, answers.reasons(environments), strict=True)
-            return [cut for cut, reason in pairs if reason is None]
+            return [cut for cut, reason in zip(answers.truncated, reasons(), strict=True) if reason is None]
 
         funcs = [
             reader(func, partial(enter, i), truncated, self.model.training) if isinstance(func, GroupReward) else func

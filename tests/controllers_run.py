@@ -27,7 +27,7 @@ CONTROLLERS = {
     "dynamic": {"controller_kwargs": {"max_rounds": 2}},
     "gate": {"num_generations": 3, "controller_kwargs": {"control": 0.0}},
 }
-"""Settings of every controller for batches of 6 prompts; their numbers divide evenly over two processes."""
+"""Settings of every controller for batches of 6 prompts."""
 
 
 def passes(completion: list[int]) -> float:
@@ -77,7 +77,8 @@ class FixedTrainer(LZEGRPOTrainer):
         if self.model.training:
             note = {"generation": self.generation_step.generation, "step": self.state.global_step}
             note["weights"] = sum(float(weights.detach().double().sum()) for weights in self.model.parameters())
-            note["rows"] = list(zip(gather_object(list(prompts)), gather_object(output[1]), strict=True))
+            count = len(prompts) - self.reward_notes.surplus  # without rows that only even out processes
+            note["rows"] = list(zip(gather_object(prompts[:count]), gather_object(output[1][:count]), strict=True))
             self.rounds.append(note)
         return output
 
@@ -126,12 +127,14 @@ class FixedTrainer(LZEGRPOTrainer):
         if self._places[0] != self.generation_step.generation:
             self._places = (self.generation_step.generation, Counter())
         _, places = self._places
+        wanted = [tuple(ids) for ids in prompt_ids[: len(prompt_ids) - self.reward_notes.surplus]]
         completions = []
-        for prompt in gather_object([tuple(ids) for ids in prompt_ids]):
+        for prompt in gather_object(wanted):
             completions.append(self.complete(prompt, places[prompt]))
             places[prompt] += 1
-        begin = len(prompt_ids) * self.accelerator.process_index
-        return completions[begin : begin + len(prompt_ids)], None
+        begin = sum(gather_object([len(wanted)])[: self.accelerator.process_index])
+        own = completions[begin : begin + len(wanted)]
+        return own + [[self._tokenizer.eos_token_id] * 5] * (len(prompt_ids) - len(own)), None
 
 
 def run(directory: Path, name: str, settings: dict):

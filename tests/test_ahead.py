@@ -239,18 +239,22 @@ def test_a_resumed_run_is_the_uninterrupted_one(serve, tmp_path, at):
     assert_same(told(resumed), told(whole))
 
 
-def overlapped(directory, url, size):
-    """A process of a run with overlap. A gate would draw a group more where two processes cannot share its round evenly."""
-    settings = {"strategy": "exact", "generation_batch_size": 24, "overlap": "one_step", "save_steps": 3}
+def overlapped(directory, url, strategy, size):
+    """A process of a run with overlap."""
+    settings = {"strategy": strategy, "generation_batch_size": 24, "overlap": "one_step", "save_steps": 3}
     nodes_run.main(directory, url, 6, per_device_train_batch_size=size, **settings)
 
 
-def test_two_processes_overlap_as_one(serve, tmp_path):
+@pytest.mark.parametrize("strategy", ["exact", "gate"])
+def test_two_processes_overlap_as_one(serve, tmp_path, strategy):
+    asked = []
     for count in (1, 2):
         directory = tmp_path / str(count)
         server = serve(delays=(0.0, 0.1), by_loads=True)
-        on_processes(count, tmp_path / f"{count}.log", overlapped, directory, server.url, 24 // count)
+        on_processes(count, tmp_path / f"{count}.log", overlapped, directory, server.url, strategy, 24 // count)
+        asked.append((server.requests["/v1/completions"], open_run(directory / "run").generations().rows.tolist()))
     assert gap(*(tmp_path / count / "weights.pt" for count in "12")) < 1e-6
+    assert asked[0] == asked[1]  # also where two processes cannot share a round evenly
 
 
 def test_evaluation_waits_for_what_is_under_way(serve, tmp_path):

@@ -163,7 +163,7 @@ def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     pages = views.overview(run) + views.prompts(run, frame, len(frame))
     pages += views.prompt_detail(run, int(frame.prompt_id[0])) + views.table("runs", views.run_table({"a": run}))
     texts = set(re.findall(r'<(?:div|th)[^>]* title="([^"]+)"', pages))
-    only_elsewhere = {"held-out accuracy", "held-out prompts", "held-out reward", "mean outcome", "problems"}
+    only_elsewhere = {"held-out accuracy", "held-out reward", "mean outcome", "problems"}
     assert texts == {escape(text) for name, text in MEANINGS.items() if name not in only_elsewhere}
 
 
@@ -172,13 +172,14 @@ def test_curves_are_means_of_the_generations_and_shown_by_the_charts(runs):
     generations, points = run.generations(), curve(run)
     assert points.step.tolist() == (generations.step + 1).tolist()
     assert points.pass_rate.tolist() == pytest.approx(generations.pass_rate.tolist(), abs=1e-6)
-    assert points.tokens.iloc[-1] == sum(dict(generations.ledger.iloc[-1])[f"{k}_tokens"] for k in KINDS)
+    assert points.tokens.iloc[-1] == dict(generations.ledger.iloc[-1])["rollout_tokens"]
+    assert points.flops.iloc[-1] == sum(dict(generations.ledger.iloc[-1])[f"{k}_flops"] for k in KINDS)
     halves = curve(run, bins=2)
     assert halves.generation.tolist() == [9, 19]
     assert halves.dead.iloc[0] == pytest.approx(generations.dead[:10].sum() / generations.groups[:10].sum())
     shown = shown_lines(charts.overview(run))
     energy_title = "Energy of the groups (below 0: dead)"
-    assert list(shown) == ["Pass rate", "Held-out accuracy", "Reward", energy_title, "Shares"]
+    assert list(shown) == ["Pass rate", "Held-out accuracy", "Reward", energy_title, "Shares of the groups"]
     line = shown["Pass rate"]["all rollouts"]
     assert (list(line.x), list(line.y)) == (points.step.tolist(), points.pass_rate.tolist())
     _, shares = energy_heat_map(run)
@@ -232,7 +233,7 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
     assert logged_curves(run, ["loss"])["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
     assert logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
     accuracy = shown_lines(charts.overview(run))["Held-out accuracy"]
-    known = {"held-out prompts": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}
+    known = {"held-out accuracy": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}
     assert {name: list(line.y) for name, line in accuracy.items()} == known
     loss = charts.comparison({"run": run}, "step", "loss").data[0]
     assert list(loss.y[-2:]) == [14.0, 14.5]
@@ -255,7 +256,7 @@ def test_text_of_a_run_is_escaped(tmp_path):
     prompt = int(record.prompts["prompt_id"][0])
     detail = views.prompt_detail(run, prompt) + views.completions(run, prompt) + views.settings(run)
     assert detail.count(escape(NASTY)) >= 7 and "<script" not in detail and "<b>x" not in detail
-    figures = [charts.prompts(run, run.prompts()), charts.comparison({NASTY: run}, "step", "dead")]
+    figures = [charts.prompts(run, run.prompts()), charts.comparison({NASTY: run}, "step", "dead_share")]
     for figure in [*charts.overview(run), *figures]:
         assert "<script" not in str(figure) and "<b>" not in str(figure)
     assert escape(NASTY) in figures[0].data[0].text[0]

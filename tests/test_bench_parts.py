@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.parts import overhead, padding
+from benchmarks.parts import overhead, padding, processes
 from benchmarks.parts.shared import Lengths
 from launches import run_to_end
 from lze_trl.pack.layout import Geometry
@@ -33,8 +33,16 @@ def test_real_and_computed_tokens_of_all_processes():
     assert sorted(layout.rows_of(0).tolist()) == [0, 1]
 
 
+def test_completions_of_the_gate_on_several_processes():
+    # One prompt × 8 that goes on: 8 completions; on 8 processes 8 first ones, and 8 of which 7 are wanted
+    assert processes.completions(1, 8, 1, goes_on=1.0) == pytest.approx(1.0)
+    assert processes.completions(1, 8, 8, goes_on=1.0) == pytest.approx(2.0)
+    # Of two prompts × 4, half the time one goes on: on two processes 2 + 4, and 2 + 6 or 2 where both or none do
+    assert processes.completions(2, 4, 2, goes_on=0.5) == pytest.approx((0.5 * 6 + 0.25 * 8 + 0.25 * 2) / 8)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["padding", "state", "overlap", "overhead", "sharded"])
+@pytest.mark.parametrize("part", ["padding", "processes", "state", "overlap", "overhead", "sharded"])
 def test_quick_measurement(part, tmp_path):
     result = run_to_end([sys.executable, "-m", "benchmarks.parts", part, "--quick", "--output", tmp_path])
     content = json.loads((tmp_path / f"{part}.json").read_text())

@@ -20,7 +20,7 @@ def test_lines_summary_and_report_are_shown_by_default(tmp_path, capsys):
     lines = shown.splitlines()
     steps = [" ".join(line.partition("reward")[0].split()) for line in lines if line.startswith("step")]
     assert steps == ["step 0 held-out", "step 1", "step 2", "step 2 held-out"]
-    for beginning in ("Rolled out: ", "Trained on: ", "FLOPs, of ", "Visits skipped: ", "Sampled accuracy "):
+    for beginning in ("Rolled out: ", "Trained on: ", "FLOPs, of ", "Visits skipped: ", "Held-out reward (sampled): "):
         assert sum(line.startswith(beginning) for line in lines) == 1
     assert f"report:    {tmp_path / 'report' / 'report.html'}" in shown
     assert "2 generation batches" in (tmp_path / "report" / "report.html").read_text()  # the last one as well

@@ -1,6 +1,4 @@
-"""Two processes draw, choose and train as one does, with every selector and controller."""
-
-from collections import Counter
+"""Two or three processes draw, choose and train as one does, with every selector and controller."""
 
 import pandas as pd
 import pytest
@@ -21,12 +19,23 @@ CASES = {
     for (controller, own), selector in zip(CONTROLLERS.items(), SELECTORS, strict=True)
 }
 
-# Rounds that two processes cannot share evenly: a few rows more are drawn
+# Rounds that two or three processes cannot share evenly
 UNEVEN = {
-    "reinforce_ada_balanced": {"controller_kwargs": {"round_size": 3, "max_rounds": 4}},
+    "reinforce_ada_balanced": {"controller_kwargs": {"round_size": 5, "max_rounds": 4}},
     "reinforce_ada_positive": {"controller_kwargs": {"round_size": 1, "max_rounds": 7}},
     "dynamic": {"controller_kwargs": {"max_rounds": 4}, "num_generations": 3, "selection_ratio": 1.0},
+    "gate": {"controller_kwargs": {"control": 0.0}},
+    "gate of two": {"controller_kwargs": {"control": 0.0}, "num_generations": 6},  # fewer rows than three processes
 }
+SMALL = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": 9}
+UNEVEN = {
+    name: SETTINGS
+    | own
+    | {"controller": name.split()[0], "loss_normalizer": "all"}
+    | (SMALL if "gate" in name else {})
+    for name, own in UNEVEN.items()
+}
+EVEN = [("dynamic", 3), ("gate", 3), ("gate of two", 2)]  # rounds that happen to divide
 
 SAVED = SETTINGS | {"controller": "dynamic", "selection_ratio": 0.5, "optim": "adamw_torch", "learning_rate": 5e-2}
 SAVED |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
@@ -51,7 +60,11 @@ def runs(tmp_path_factory):
     cases = CASES | {"guarded": GUARDED}
     for name, settings in cases.items():
         run_case(directory, name, settings)
-    cases |= {f"uneven-{name}": SETTINGS | settings | {"controller": name} for name, settings in UNEVEN.items()}
+    uneven = {f"uneven-{name}": settings for name, settings in UNEVEN.items()}
+    for name, settings in uneven.items():
+        run_case(directory, name, settings)
+    launch(directory, 3, run_case, uneven)
+    cases |= uneven
     cases |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
     cases |= {"later": LATER, "later resumed": LATER | {"resume": ["later", "checkpoint-3"]}}
     cases["dead"] = SETTINGS | {"controller": "dynamic", "reward": "no_reward", "beta": 0.05}
@@ -69,16 +82,26 @@ def test_two_processes_are_one(runs, controller):
     assert gap(runs / f"{controller}.1.pt", runs / f"{controller}.2.pt") < 1e-5
 
 
-@pytest.mark.parametrize("controller", UNEVEN)
-def test_rounds_that_do_not_divide(runs, controller):
-    both = records(runs, f"uneven-{controller}", 2)
-    assert_laws(both, controller, UNEVEN[controller])
-    counts = [Counter(prompt for prompt, _ in entry["rows"]) for entry in both[0]["rounds"]]
-    if controller == "dynamic":  # further prompts come in pairs of groups
-        assert [len(given) % 2 for given in counts] == [0] * len(counts)
-        assert len(counts) > 3
-    else:
-        assert any(len(set(given.values())) == 2 for given in counts)
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("case", UNEVEN)
+def test_rounds_that_do_not_divide(runs, case, processes):
+    name = f"uneven-{case}"
+    (one,), others = records(runs, name, 1), records(runs, name, processes)
+    sizes = [len(entry["rows"]) for entry in one["rounds"]]
+    assert any(size % processes for size in sizes) != ((case, processes) in EVEN)
+    for other in others:
+        assert other["batches"] == one["batches"]
+        assert [entry["rows"] for entry in other["rounds"]] == [entry["rows"] for entry in one["rounds"]]
+        surplus = sum(-size % processes for size in sizes)  # fewer than processes in each round
+        tokens = {"rows_evened_out": surplus, "rollout_tokens": other["ledger"]["rollout_tokens"]}
+        assert other["ledger"] == one["ledger"] | times(other["ledger"]) | tokens
+        assert (other["ledger"]["rollout_tokens"] > one["ledger"]["rollout_tokens"]) == (surplus > 0)
+    for mine, its in zip(others[0]["log"], one["log"], strict=True):
+        assert mine.keys() == its.keys()
+        told = {n: v for n, v in its.items() if n.startswith(("reward", "completions/", "frac", "lze/"))}
+        told = {n: v for n, v in told.items() if "padding" not in n and "vs_plain" not in n}
+        assert {n: mine[n] for n in told} == pytest.approx(told, abs=1e-5, nan_ok=True)
+    assert gap(runs / f"{name}.1.pt", runs / f"{name}.{processes}.pt") < 1e-5
 
 
 def test_the_guard_of_two_processes_is_that_of_one(runs):

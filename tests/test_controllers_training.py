@@ -36,7 +36,7 @@ def assert_laws(records: list[dict], controller: str, settings: dict):
         rounds = [entry for entry in first["rounds"] if entry["generation"] == index]
         # Every round of a batch comes from one version of the policy
         assert len({(entry["step"], entry["weights"]) for entry in rounds}) == 1
-        assert_rounds(rounds, batch, controller, settings, len(records))
+        assert_rounds(rounds, batch, controller, settings)
         # Each process has as many micro-batches
         own = [[part for part in record["micro_batches"] if part["generation"] == index] for record in records]
         assert len({len(parts) for parts in own}) == 1
@@ -96,7 +96,7 @@ def trained_on(prompt: str, completions: list, controller: str, n: int) -> list[
     return [(prompt, tuple(completions[row]), round(float(advantages[row]), 4)) for row in kept]
 
 
-def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: dict, processes: int):
+def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: dict):
     """Each round draws for exactly the prompts that still need completions, and as many as they need."""
     outcomes: dict[str, list[float]] = {}
     for entry in rounds:
@@ -104,14 +104,14 @@ def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: di
         assert len(outcomes) > 0 or len(given) == batch["prompts"]
         if controller.startswith("reinforce_ada"):
             active = {prompt for prompt, known in outcomes.items() if not met(known, controller)} or given
-            assert_counts(given, dict.fromkeys(active, settings["round_size"]), processes)
+            assert given == dict.fromkeys(active, settings["round_size"])
         elif controller == "gate":
             assert set(given) <= set(outcomes or given)
             further = settings["num_generations"] - 1
-            assert_counts(given, dict.fromkeys(given, further if outcomes else 1), processes)
+            assert given == dict.fromkeys(given, further if outcomes else 1)
         else:
             assert not set(given) & set(outcomes)
-            assert_counts(given, dict.fromkeys(given, settings.get("num_generations", 4)), processes)
+            assert given == dict.fromkeys(given, settings.get("num_generations", 4))
         for prompt, completion in entry["rows"]:
             outcomes.setdefault(prompt, []).append(passes(completion))
     done = all(met(known, controller) for known in outcomes.values())
@@ -119,16 +119,6 @@ def assert_rounds(rounds: list[dict], batch: dict, controller: str, settings: di
         assert len(rounds) == settings["max_rounds"]
     assert len(rounds) <= settings.get("max_rounds", 2 if controller == "gate" else 1)
     assert len(outcomes) == batch["groups"] == batch["prompts"] or controller == "dynamic"
-
-
-def assert_counts(given: Counter, wanted: dict[str, int], processes: int):
-    """As many as wanted; more only where the processes could not share that many evenly."""
-    size, more = next(iter(wanted.values())), given.total() - sum(wanted.values())
-    assert set(given) == set(wanted)
-    assert all((number - size) % size == 0 for number in given.values())
-    assert given.total() % processes == 0
-    assert (more == 0) == (sum(wanted.values()) % processes == 0)
-    assert 0 <= more < size * processes
 
 
 def met(outcomes: list[float], controller: str) -> bool:

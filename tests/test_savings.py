@@ -85,7 +85,7 @@ def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kin
     (row,) = views.run_table({"run": open_run(directory)}).to_dict("records")
     assert f"{row['cost ×']:.2f} ×" == times["total"]
 
-    shown = summary_lines(totals, {"before": None, "after": None})
+    shown = summary_lines(totals, {"held-out reward": {"before": None, "after": None}})
     assert headline(totals) in shown and skipped_visits(totals) in shown
 
     steps = open_run(directory).steps()  # as trackers get them

@@ -1,6 +1,6 @@
 """Speed of the parts, each against TRL where TRL has it.
 
-python -m benchmarks.parts [update|sharded|padding|overhead|overlap|state] [--quick] [--output DIR]
+python -m benchmarks.parts [update|sharded|padding|processes|overhead|overlap|state] [--quick] [--output DIR]
 
 Writes `DIR/PART.json` and `DIR/PART.md`; without a part, measures all of them.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from ..settings import write_json, write_text
 
 
-PARTS = ("padding", "state", "overlap", "overhead", "sharded", "update")
+PARTS = ("padding", "processes", "state", "overlap", "overhead", "sharded", "update")
 DEFAULT_OUTPUT = Path("runs") / "parts"
 
 

@@ -8,21 +8,30 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from ..record import Run
-from ..record.curves import HELD_OUT, accuracies, curve, energy_heat_map, logged_curves, outcome_name, reward_curves
+from ..record.curves import (
+    HELD_OUT,
+    curve,
+    energy_heat_map,
+    evaluated,
+    is_share,
+    logged_curves,
+    outcome_name,
+    reward_curves,
+)
 from ..record.reader import STATES
 from .views import brightest, short_text
 
 
-AXES = {"step": "steps", "tokens": "tokens", "flops": "FLOPs", "seconds": "time (s)"}
+AXES = {"step": "steps", "tokens": "tokens rolled out", "flops": "FLOPs", "seconds": "time (s)"}
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
 _DASHES = ("solid", "dash", "dot")  # once the colours are used up
-_STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7"), strict=True))
+_STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7", "#56b4e9"), strict=True))
 
 METRICS = {
-    HELD_OUT: "held-out accuracy",
+    HELD_OUT: "held-out prompts",
     "pass_rate": "pass rate (mean outcome)",
     "reward_mean": "reward",
-    "dead": "share of dead groups",
+    "dead_share": "share of dead groups",
     "energy_mean": "mean energy",
 }
 """What [`comparison`] can show besides the metrics that the trainers have logged."""
@@ -31,21 +40,22 @@ OVERVIEW_CHARTS = 5
 
 
 def overview(run: Run) -> list[go.Figure]:
-    """Outcomes, held-out accuracy, rewards, energy, and shares of the groups over the steps."""
+    """Outcomes, held-out prompts, rewards, energy, and what became of the groups over the steps."""
     points = curve(run).set_index("step")
     if points.empty:
         return []
     rewards = reward_curves(run)
     totals = {"total": points["reward_mean"]}
     outcomes = {"all rollouts": points["pass_rate"], "trained on": points["selected_pass_rate"]}
-    shares = {name: points[name] for name in ("selected", "dead", "replayed")}
+    parts = {"live": "live", "dead, drawn in full": "dead", "stopped early": "stopped"}
+    known = evaluated(run)
     return [
         lines(outcome_name(run).capitalize(), outcomes, y_range=(0, 1)),
-        lines("Held-out accuracy", accuracies(run)),
+        lines("Held-out accuracy" if all(map(is_share, known)) else "Held-out prompts", known),
         # A single reward is the total
         lines("Reward", totals | (dict(rewards.items()) if len(rewards.columns) > 1 else {})),
         _energy(run),
-        lines("Shares", shares, y_range=(0, 1)),
+        lines("Shares of the groups", {label: points[name] for label, name in parts.items()}, y_range=(0, 1)),
     ]
 
 
@@ -141,7 +151,13 @@ def history(run: Run, prompt_id: int) -> go.Figure:
     groups = run.groups(prompt_id).assign(step=lambda frame: frame["step"] + 1).set_index("step")
     names = {outcome_name(run): "pass_rate", "moving average of earlier visits": "ema", "energy": "energy"}
     shown = {label: groups[column] for label, column in names.items()}
-    return lines("History", shown, y_range=(0, max(1.0, run.meta.energy_max)))
+    stopped = groups["cause"] == "stopped"
+    figure = lines(
+        f"History{' (hollow: stopped early)' if stopped.any() else ''}",
+        shown,
+        y_range=(0, max(1.0, run.meta.energy_max)),
+    )
+    return figure.update_traces(marker_symbol=np.where(stopped, "circle-open", "circle"))
 
 
 def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 0.0) -> go.Figure:
@@ -157,7 +173,9 @@ def _points(run: Run, axis: str, metric: str) -> pd.Series:
         return pd.Series(dtype=float)
     if metric in points:
         return points.set_index(axis)[metric].dropna()
-    known = accuracies(run)
+    known = evaluated(run)
+    if metric == HELD_OUT:  # the first of its curves is what the run is judged by
+        metric = next((name for name in known if name.startswith(HELD_OUT)), metric)
     values = known[metric] if metric in known else logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
     places = {name: [0, *points[name]] for name in ("step", axis)}  # nothing is spent before the first step
     return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, places["step"], places[axis])))

@@ -9,7 +9,7 @@ import gradio as gr
 import plotly
 
 from ..record import Run, TelemetryError
-from ..record.curves import HELD_OUT, accuracies
+from ..record.curves import evaluated
 from ..record.numbers import percent
 from ..record.reader import STATES
 from . import charts, views
@@ -186,7 +186,7 @@ class _Page:
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
         self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
-        self.run.change(lambda: gr.update(visible=False), None, self.forecast, **quiet)
+        self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
             part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
         for part in (self.table, self.scatter):
@@ -206,6 +206,14 @@ class _Page:
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
+
+    def _offer_forecast(self, id: str) -> tuple[Any, Any]:
+        """No forecast of the run before, and the button for one if a recording of such a run can answer."""
+        try:
+            offered = self.book.open(id).meta.settings.get("controller", "uniform") == "uniform"
+        except TelemetryError:
+            offered = False
+        return gr.update(visible=False), gr.update(visible=offered)
 
     def _forecast(self, id: str) -> Any:
         from ..forecast import forecast
@@ -303,7 +311,7 @@ class _Page:
             table = views.run_table(runs, given["words"], order)
             return changes | {self.run_table: views.table("runs", table, order, given["run"])}
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
-        tasks = {name for run in runs.values() for name in accuracies(run)} - {HELD_OUT}
+        tasks = {name for run in runs.values() for name in evaluated(run)}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
         shown = [gr.update(value=figure.to_json(), visible=True) for figure in figures]
         shown += [gr.update(visible=False)] * (_COMPARED - len(shown))

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.curves import accuracies, curve, energy_heat_map, outcome_name
+from ..record.curves import curve, energy_heat_map, evaluated, outcome_name
 from ..record.reader import STATES
 from ..version import __version__
 from .views import HTML, brightest, overview, settings, table
@@ -58,8 +58,8 @@ def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
 
 
 def _learned(run: Run) -> Markup:
-    """Table of the prompts by their state at the first visit that could be scored, and now."""
-    frame = run.sql("""SELECT state, CASE WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
+    """Table of the prompts by their state at the first visit that could be scored and was not stopped, and now."""
+    frame = run.sql("""SELECT state, CASE WHEN state = 'stopped' THEN state WHEN first_pass_rate IS NULL THEN 'unscored' WHEN first_pass_rate = 1 THEN 'solved'
         WHEN first_pass_rate = 0 THEN 'hopeless' ELSE 'frontier' END AS first FROM prompt_states""")
     counts = pd.crosstab(frame["first"] + " at the first visit", "now " + frame["state"])
     now = [f"now {state}" for state in STATES if f"now {state}" in counts]
@@ -78,13 +78,13 @@ def _draw_summary(run: Run) -> Figure:
         ("pass_rate", f"{outcome}, all rollouts", _BLUE, "-"),
         ("selected_pass_rate", f"{outcome}, trained on", _ORANGE, "--"),
         ("reward_mean", "reward", _GREEN, ":"),
-        ("dead", "share of dead groups", _GREY, "-."),
+        ("dead_share", "share of dead groups", _GREY, "-."),
     ):
         outcomes.plot(points["step"], points[name], color=colour, ls=dashes, lw=1.6, label=label)
-    known = accuracies(run)
-    for (name, accuracy), marker in zip(known.items(), "osv^D", strict=False):
-        outcomes.plot(accuracy.index, accuracy, color="black", marker=marker, ms=3, lw=1.0, label=name)
-    lowest = min([0.0, points["reward_mean"].min(), *(accuracy.min() for accuracy in known.values())])
+    known = evaluated(run)
+    for (name, values), marker in zip(known.items(), "osv^D", strict=False):
+        outcomes.plot(values.index, values, color="black", marker=marker, ms=3, lw=1.0, label=name)
+    lowest = min([0.0, points["reward_mean"].min(), *(values.min() for values in known.values())])
     outcomes.set(title=f"{outcome.capitalize()} and reward", xlabel="step", ylim=(lowest, None))
     outcomes.grid(alpha=0.3)
     outcomes.legend(frameon=False, fontsize=8)

@@ -15,7 +15,7 @@ from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
-from ..record.curves import GRADED, HELD_OUT, accuracies, curve, outcome_name
+from ..record.curves import GRADED, curve, evaluated, is_share, outcome_name
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
 from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
 from ..record.numbers import number, percent
@@ -23,6 +23,8 @@ from ..record.schema import Status
 from .meanings import MEANINGS
 
 
+_TILES = 4  # at most, of what the run was evaluated on
+_FEW_LIVE = 0.2  # share of live groups below which little was learned, whatever was saved
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
@@ -107,22 +109,24 @@ def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     prompts, times = summary["prompts"], dict.fromkeys(("rollouts", "updates", "total"), "–")
     times |= {work.name: work.times for work in against_plain(summary["ledger"])}
     pass_rates = curve(run)["pass_rate"].dropna()  # NaN for a batch that pruning left empty
+    live = summary["groups"] - summary["dead"] - summary["stopped"]
+    few = f"; {live:,} live groups" + (", few to save for" if live < _FEW_LIVE * summary["groups"] else "")
     first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
     return [
         ("step", f"{summary['steps']:,}", f"pass {summary['pass_index'] + 1} over the data"),
-        *(_held_out_tile(*line) for line in list(accuracies(run).items())[:2]),
+        *(_held_out_tile(*line) for line in list(evaluated(run).items())[:_TILES]),
         (outcome_name(run), percent(last), f"{percent(first)} at the start"),
         ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
         ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
         ("groups trained on", percent(summary["selected"] / max(summary["groups"], 1)), f"of {summary['groups']:,}"),
-        ("FLOPs of plain GRPO", times["total"], f"rollouts {times['rollouts']}, updates {times['updates']}"),
+        ("FLOPs of plain GRPO", times["total"], f"rollouts {times['rollouts']}, updates {times['updates']}{few}"),
     ]
 
 
-def _held_out_tile(name: str, accuracy: pd.Series) -> tuple[str, str, str]:
-    kind, show = ("accuracy", percent) if accuracy.between(0, 1).all() else ("reward", number)
-    begun = f"{show(accuracy.iloc[0])} at step {accuracy.index[0]}" if len(accuracy) > 1 else ""
-    return f"held-out {kind}" if name == HELD_OUT else name, show(accuracy.iloc[-1]), begun
+def _held_out_tile(name: str, values: pd.Series) -> tuple[str, str, str]:
+    show = percent if is_share(name) else number
+    begun = f"{show(values.iloc[0])} at step {values.index[0]}" if len(values) > 1 else ""
+    return name, show(values.iloc[-1]), begun
 
 
 def brightest(shares: np.ndarray) -> float:
@@ -189,7 +193,7 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
     left = "waits for servers" if Status.read(run.directory).waits_for else _left(status)
     last = points.iloc[-1] if len(points) else dict.fromkeys(points, np.nan)
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
-    groups, known = max(summary["groups"], 1), accuracies(run)
+    groups, known = max(summary["groups"], 1), evaluated(run)
     run.close()  # of hundreds of runs, only those on the page are open
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
@@ -198,6 +202,7 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
         **{name: float(line.iloc[-1]) for name, line in known.items()},
         "pass rate": float(last["pass_rate"]),
         "dead": summary["dead"] / groups,
+        "stopped": summary["stopped"] / groups,
         "trained on": summary["selected"] / groups,
         "tokens": float(last["tokens"]),
         "seconds": float(last["seconds"]),
@@ -222,6 +227,7 @@ _PROMPT_COLUMNS = {
     "state": "state",
     "energy": "energy",
     "pass rate": "pass_rate",
+    "drawn": "drawn",
     "first": "first_pass_rate",
     "D": "difficulty",
     "u": "uncertainty",
@@ -264,7 +270,12 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
     facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
-    facts |= {"visits": row["visits"], "trained on": row["times_selected"], "re-checks": row["rechecks"]}
+    facts |= {
+        "drawn": row["drawn"],
+        "visits": row["visits"],
+        "trained on": row["times_selected"],
+        "re-checks": row["rechecks"],
+    }
     for name in ("difficulty D", "uncertainty u", "momentum m", "energy"):
         facts[name] = number(row[name.split()[0]])
     facts["prompt id"] = prompt_id

@@ -14,6 +14,7 @@ from .shares import Interval, dead_share, mean, to_gain
 
 
 SIZES = (4, 8, 16)  # of groups, for which dead groups are forecast
+_LARGEST, _MANY = 64, 0.5  # group size that is forecast while so large a share of the groups of smaller ones is dead
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Forecast:
     dead: dict[int, Interval]  # share of dead groups by group size
     causes: dict[str, Interval]  # share of all groups that are dead by each cause
     accuracy: Interval  # mean outcome of a completion
-    gain: Interval  # mean outcome of the best of `best_of` completions, less that
+    gain: Interval | None  # mean outcome of the best of `best_of` completions, less that; `None`: not recorded
     best_of: int
     step: dict[str, float]  # of plain GRPO: `rows`, `length`; seconds of `rollout` and `update`, bytes of `memory`
     prices: list[Price]
@@ -42,7 +43,11 @@ class Forecast:
         lines += [f"  because  {_percent(share)} {CAUSES[cause]}" for cause, share in self.causes.items()]
         constant = {name: "None" if np.isnan(value) else f"{value:g}" for name, value in sample.constant.items()}
         lines += [f"  the reward `{name}` was {value} for every completion" for name, value in constant.items()]
-        gain = f"mean outcome {self.accuracy:.2f}; the best of {self.best_of} has {self.gain:+.2f} more"
+        enough = next((size for size, share in self.dead.items() if size > sample.size and share.value < _MANY), None)
+        if enough and self.dead[sample.size].value >= _MANY:
+            lines.append(f"  With `num_generations: {enough}`, less than half of the groups would be dead.")
+        more = "was not recorded" if self.gain is None else f"has {self.gain:+.2f} more"
+        gain = f"mean outcome {self.accuracy:.2f}; the best of {self.best_of} {more}"
         size = f"{number(step['rows'])} completions, {number(step['length'])} {sample.unit}"
         lines += ["", "To gain", f"  {gain}", "", "A step of plain GRPO", f"  {size}"]
         if "rollout" in step:
@@ -52,9 +57,9 @@ class Forecast:
         if "memory" in step:
             lines.append(f"  peak memory of the largest micro-batch {step['memory'] / 2**30:.1f} GiB")
         last = "seconds ×" if "rollout" in step else f"time × at {GENERATION:.0%} rollouts"
-        numbers = [(price.rollouts, price.updates, price.tokens, price.seconds) for price in self.prices]
+        numbers = [(price.rollouts, price.updates, price.seconds) for price in self.prices]
         rows = [[p.name, *(f"{e:.2f}" for e in own)] for p, own in zip(self.prices, numbers, strict=True)]
-        table = text_table(["strategy", "rollouts ×", "updates ×", f"{sample.unit} ×", last], rows).rstrip()
+        table = text_table(["strategy", "rollouts ×", "updates ×", last], rows).rstrip()
         choice = "Do not bother: no strategy surely saves a tenth. `exact`, the default, has plain GRPO's weights and costs no more."
         if self.chosen is not None:
             choice = "\n  ".join(["Choose", *self.chosen.settings.splitlines()])
@@ -76,13 +81,15 @@ def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
     rng, batch = np.random.default_rng(seed), sample.batch
     of_size = {size: dead_share(sample, size, rng) for size in sorted({*SIZES, sample.size})}
     accuracy, gain, best_of = to_gain(sample, 8, rng)
+    while (last := of_size[size := max(of_size)]) is not None and last.value >= _MANY and size < _LARGEST:
+        of_size[2 * size] = dead_share(sample, 2 * size, rng)
     found, rows = prices(sample, rng), sample.horizon.per_batch * sample.size
     step = {"rows": rows, "length": rows * float((batch.prompt_tokens + batch.completion_tokens).mean())}
     if sample.costs is not None:
         step |= {"rollout": rows * sample.costs.rollout, "update": rows * sample.costs.update}
         step |= {"memory": sample.costs.memory} if sample.costs.memory else {}
     causes = {cause: mean(sample.causes == cause, rng) for cause in CAUSES if (sample.causes == cause).any()}
-    sizes = {size: estimate for size, estimate in of_size.items() if estimate is not None}
+    sizes = {size: estimate for size, estimate in sorted(of_size.items()) if estimate is not None}
     causes = dict(sorted(causes.items(), key=lambda item: -item[1].value))
     return Forecast(sample, sizes, causes, accuracy, gain, best_of, step, found, chosen(found))
 
@@ -98,7 +105,8 @@ def _assumed(sample: GroupSample) -> list[str]:
         "Group sizes below the one that was drawn: all subsets of each group. Above it: a beta-binomial fit.",
         f"The gate: its own rule, simulated {how}."
         if sample.settled
-        else "The recording lacks the rewards of single completions: nothing is said of other group sizes, and of the gate.",
+        else "The recording lacks the rewards of single completions: nothing is said of other group sizes, and of the gate. Forecast the recipe, "
+        "or call `trainer.forecast()`, to price them.",
         f"Seconds are not known: generation takes {GENERATION:.0%} of plain GRPO's time."
         if sample.costs is None
         else "Seconds of rollouts follow their tokens; two rounds on a server that is not full save less. An update is forward and "

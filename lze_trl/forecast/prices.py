@@ -27,13 +27,12 @@ _HALF, _MOST_LIVE = 0.88, 0.9  # what a live group of half the size teaches, by 
 
 @dataclass(frozen=True)
 class Price:
-    """What a strategy costs over plain GRPO: rollouts, updates, tokens and seconds; `settings` to paste."""
+    """What a strategy costs over plain GRPO: rollouts, updates and seconds; `settings` to paste."""
 
     name: str
     settings: str
     rollouts: Interval
     updates: Interval
-    tokens: Interval
     seconds: Interval
 
 
@@ -65,9 +64,8 @@ def _price(sample: GroupSample, name: str, settings: str, rollouts: np.ndarray, 
     costs, share = sample.costs, GENERATION
     if costs is not None:
         share = costs.rollout / (costs.rollout + costs.update)
-    tokens = (rollouts + updates * sample.iterations) / (1.0 + sample.iterations)
     seconds = share * rollouts + (1.0 - share) * updates
-    low, middle, high = np.quantile([rollouts, updates, tokens, seconds], (0.1, 0.5, 0.9), axis=1)
+    low, middle, high = np.quantile([rollouts, updates, seconds], (0.1, 0.5, 0.9), axis=1)
     return Price(name, settings, *map(Interval, middle.tolist(), low.tolist(), high.tolist()))
 
 

@@ -64,8 +64,8 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
         batches = args.max_steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
     horizon = Horizon(known or max(len(rows), round(batches * per_batch)), per_batch, max(1, round(batches)))
     constant = constant_rewards(trainer.reward_func_names, joined.rewards_per_func)
-    source, iterations = f"{len(rows)} prompts rolled out by the policy of now", args.num_iterations
-    return GroupSample(joined, causes(joined), source, horizon, costs, iterations=iterations, constant=constant)
+    source = f"{len(rows)} prompts rolled out by the policy of now"
+    return GroupSample(joined, causes(joined), source, horizon, costs, constant=constant)
 
 
 def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:

@@ -38,7 +38,7 @@ def _of_run(run: Run) -> GroupSample:
     if (controller := settings.get("controller", "uniform")) != "uniform":
         raise TelemetryError(
             f"`{run.name}` was drawn by `controller: {controller}`, which chose its groups: they say too little of the others. Forecast "
-            "its recipe instead."
+            "its recipe, or call `trainer.forecast()` in its script."
         )
     groups = run.groups()
     if groups.empty:
@@ -69,7 +69,7 @@ def _of_run(run: Run) -> GroupSample:
     horizon = Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"])
     constant = constant_rewards(run.meta.reward_labels, rewards)
     source = f"The run `{run.name}`"
-    return GroupSample(batch, why, source, horizon, costs, iterations=iterations, constant=constant, settled=binary)
+    return GroupSample(batch, why, source, horizon, costs, constant=constant, settled=binary)
 
 
 def _of_logs(folder: Path, reward: str | None) -> GroupSample:

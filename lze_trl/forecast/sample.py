@@ -37,7 +37,6 @@ class GroupSample:
     horizon: Horizon
     costs: Costs | None = None  # `None` where they are not known
     unit: str = "tokens"  # of lengths; or characters
-    iterations: int = 1  # updates with each completion
     constant: dict[str, float] = field(default_factory=dict)  # rewards that never differed, NaN for None
     settled: bool = True  # whether the values of single completions are known
 

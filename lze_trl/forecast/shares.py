@@ -90,9 +90,12 @@ def _beyond(sample: GroupSample, size: int, rng: np.random.Generator) -> Interva
     return Interval(value, max(0.0, value - reach), min(1.0, value + reach))
 
 
-def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Interval, Interval, int]:
-    """Mean outcome; that of the best of `of` completions less it; and how many the best is of: no more than were drawn."""
+def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Interval, Interval | None, int]:
+    """
+    Mean outcome; that of the best of `of` completions less it, `None` where single completions are not known; and how many the best is
+    of: no more than were drawn.
+    """
     outcomes, of = np.sort(sample.table("outcomes"), axis=1), min(of, sample.size)
     chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best
     averages = outcomes.mean(axis=1)
-    return mean(averages, rng), mean(outcomes @ chances - averages, rng), of
+    return mean(averages, rng), mean(outcomes @ chances - averages, rng) if sample.settled else None, of

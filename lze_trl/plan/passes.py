@@ -115,7 +115,8 @@ class Passes:
         if self.mode == "skip":
             if pass_index != before:
                 self.stream.begin(pass_index)
-            active = skip_plan(self.stream.keeps(self.ids_of(rows)), self.group_size, self.accelerator.num_processes)
+            processes = 1 if self.by_prompt else self.accelerator.num_processes  # rounds share any number of rows
+            active = skip_plan(self.stream.keeps(self.ids_of(rows)), self.group_size, processes)
         return self._of_rows(rows[active], pass_index, np.delete(self.ids_of(rows), active))
 
     def further(self, count: int, taken: np.ndarray | None = None) -> Plan:
@@ -130,11 +131,19 @@ class Passes:
         """Prompt ids of dataset rows."""
         return self.stream.prompt_ids[rows]
 
-    def local(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """This process's share of dataset rows, loaded."""
-        share = len(rows) // self.accelerator.num_processes
-        start = share * self.accelerator.process_index
-        return self.load(rows[start : start + share])
+    def owners(self, count: int) -> np.ndarray:
+        """Process of each of `count` rows, or groups, shape `(count,)`: even shares, of which the first may have one more."""
+        processes = self.accelerator.num_processes
+        return np.repeat(np.arange(processes), [len(share) for share in np.array_split(np.empty(count), processes)])
+
+    def local(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
+        """
+        The dataset rows of this process, loaded: as many on every process, of whose last ones some may be surplus rows. `owner`, of shape
+        `(n,)` and ascending, is the process of each row, by default even shares.
+        """
+        owner = self.owners(len(rows)) if owner is None else owner
+        own = rows[owner == self.accelerator.process_index]
+        return self.load(np.append(own, np.repeat(rows[-1:], np.bincount(owner).max() - len(own))))
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
         distinct, place = np.unique(rows, return_inverse=True)

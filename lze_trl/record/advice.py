@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import Batch, differ
+from ..batch import Batch, differ, group_mean
 from ..memory.threshold import best_yield
-from .causes import CAUSES
+from .causes import CAUSES, same_texts
+from .causes import causes as causes_of
 
 
 PATIENCE = 50
@@ -17,6 +18,10 @@ _FEW = 10  # are enough where every group was dead
 _OF_GROUPS = 0.2  # share of the groups that one cause must have killed
 _MOST = 0.5  # share of rows, or groups, from which a sentence is due
 _WORTH = 0.9  # price below which another strategy is named
+_FULL = 0.95  # share of its range from which a reward is at its highest
+_CHANCE = 0.1  # share of dead groups that pass rates which differ may add to what chance makes dead
+_ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
+_LARGER = (4, 8, 16, 32)  # group sizes that are named
 _CURES = {
     "unscored": "Check that answers are parsed, and that the reward functions get the dataset columns that they read.",
     "weights": "Check `reward_weights`: they are 0 for what differs, or cancel it.",
@@ -27,6 +32,17 @@ _CURES = {
     "hopeless": "Use easier prompts or a warm start, or raise `num_generations`.",
     "equal": "Use a reward with more steps, or raise `num_generations`.",
 }
+
+
+def accuracy_reward(pass_reward: str | None, reward_names: list[str]) -> str | None:
+    """
+    The reward function that says whether a completion is right: the user's `pass_reward`, else the only one whose name says so, as
+    `accuracy_reward` and `exact_match_reward` do; `None` if that is the total, or not known.
+    """
+    named = {name for name in reward_names if any(word in name.lower() for word in _ACCURACY)}
+    if pass_reward is None and len(named) == 1:
+        (pass_reward,) = named
+    return None if pass_reward == "total" else pass_reward
 
 
 class Advice:
@@ -45,8 +61,21 @@ class Advice:
 
     @property
     def _names(self) -> list[str]:
-        of_funcs = [f"{kind}.{i}" for kind in ("low", "high", "without") for i in range(len(self.reward_names))]
-        return [*CAUSES, "dead", "cut_off_rows", "failed", "rate", "price", "blind", *of_funcs]
+        of_funcs = [
+            f"{kind}.{i}" for kind in ("low", "high", "mean", "without") for i in range(len(self.reward_names))
+        ]
+        of_batch = (
+            "dead",
+            "dead_whole",
+            "stopped",
+            "one_text",
+            "empty",
+            "outcome",
+            "graded",
+            "cut_off_rows",
+            "failed",
+        )
+        return [*CAUSES, *of_batch, "rate", "price", "blind", *of_funcs]
 
     def see(self, batch: Batch, causes: np.ndarray, forecasts: np.ndarray, learning_rate: float):
         """
@@ -57,13 +86,17 @@ class Advice:
         rows = batch.rows.cut_off if "cut_off" in batch.rows else np.zeros(1)
         known = [column[~np.isnan(column)] for column in rewards.T]
         others = [np.nansum(np.delete(rewards, i, axis=1), axis=1) for i in range(rewards.shape[1])]
-        drawn = causes != "stopped"
-        if not drawn.any():
-            return
-        whole = causes[drawn]
+        drawn, told = causes != "stopped", causes_of(batch, by_one=True)
+        one_text = np.isin(causes, ("constant", "same_text")) & same_texts(batch)
         numbers = {
-            **{cause: np.mean(whole == cause) for cause in CAUSES},
-            "dead": np.mean(whole != ""),
+            **{cause: np.mean(np.where(drawn, causes, told) == cause) for cause in CAUSES},
+            "dead": np.mean(causes != ""),  # or stopped: as a rule, because they looked dead
+            "dead_whole": np.mean(causes[drawn] != "") if drawn.any() else np.nan,
+            "stopped": np.mean(~drawn),
+            "one_text": np.mean(one_text[drawn]) if drawn.any() else 0.0,
+            "empty": np.mean((batch.completion_tokens <= 1) & (rows == 0)),  # nothing but an end token
+            "outcome": np.nan_to_num(group_mean(batch.outcomes, group, count)).mean(),
+            "graded": not np.isin(batch.outcomes[~np.isnan(batch.outcomes)], (0.0, 1.0)).all(),
             "cut_off_rows": rows.mean(),
             "failed": batch.failed.mean() if "failed" in batch.rows else 0.0,
             "rate": learning_rate,
@@ -71,7 +104,11 @@ class Advice:
             "blind": np.isnan(batch.logprobs).all(),
             **{f"low.{i}": column.min(initial=np.inf) for i, column in enumerate(known)},
             **{f"high.{i}": column.max(initial=-np.inf) for i, column in enumerate(known)},
-            **{f"without.{i}": np.mean(~differ(column, group, count)[drawn]) for i, column in enumerate(others)},
+            **{f"mean.{i}": column.mean() if len(column) else np.nan for i, column in enumerate(known)},
+            **{
+                f"without.{i}": np.mean(~differ(column, group, count)[drawn]) if drawn.any() else np.nan
+                for i, column in enumerate(others)
+            },
         }
         self._recent.append(np.array([numbers[name] for name in self._names], dtype=np.float64))
 
@@ -98,21 +135,47 @@ class Advice:
         if not (ended or flat or len(self._recent) == PATIENCE):
             return of_data
         batches = f"{len(self._recent)} generation batches" if len(self._recent) > 1 else "generation batch"
-        said = self._of_groups(table, batches) | self._of_rewards(table, batches) | self._of_settings(table, batches)
-        return of_data | said
+        settings = self._of_settings(table, batches)
+        if collapsed := self._of_collapse(table, batches):
+            return of_data | collapsed | settings
+        return of_data | self._of_groups(table, batches) | self._of_rewards(table, batches) | settings
+
+    def _of_collapse(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
+        """A policy that answers every prompt with one text, mostly none: whatever the rewards say follows from that."""
+        latest = {name: values[-_FEW:].mean() for name, values in table.items()}
+        if latest["dead"] < _MOST or max(latest["empty"], latest["one_text"]) < _MOST:
+            return {}
+        what = f"{latest['one_text']:.0%} of the groups drawn in full had one text only"
+        if latest["empty"] >= _MOST:
+            what = f"{latest['empty']:.0%} of the completions were empty"
+        full, fell = [], []
+        for i, name in enumerate(self.reward_names):
+            high, mean, before = table[f"high.{i}"].max(), latest[f"mean.{i}"], table[f"mean.{i}"][0]
+            if mean > 0.0 and mean >= _FULL * high:
+                full.append(f"`{name}` ({mean:.3g} of {high:.3g})")
+            elif mean < before:
+                fell.append(f"`{name}` went from {before:.3g} to {mean:.3g}")
+        on, but = f" on {' and '.join(full)}" * bool(full), f"; {', '.join(fell)}" * bool(fell)
+        cure = "the weight of what rewards such a text, or the learning rate" if full else "the learning rate"
+        return {"collapsed": f"In the last {batches}, {what}: the policy has collapsed{on}{but}. Lower {cure}."}
 
     def _of_groups(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         said, dead, limit = {}, table["dead"].mean(), self.args.max_completion_length
         # Without one, transformers' `generate` ends after 20 tokens
         at_limit, higher = ("", "") if limit is None else (f" at {limit} tokens", f": {2 * limit}")
+        stopped = " or stopped early" if table["stopped"].any() else ""
+        too_small = self._of_size(table, dead, batches)
         for cause, what in CAUSES.items():
             share = table[cause].mean()
+            if too_small and cause in ("solved", "hopeless"):
+                continue
             if dead >= _MOST and share >= _OF_GROUPS:
                 at = at_limit if cause == "cut_off" else ""
                 skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
                 cure = "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
                 said[cause] = (
-                    f"{dead:.0%} of the groups of the last {batches} were dead, {share:.0%} with this cause: {what}{at}. {cure}"
+                    f"{dead:.0%} of the groups of the last {batches} were dead{stopped}, {share:.0%} of all groups with this cause: "
+                    f"{what}{at}. {cure}"
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
@@ -120,14 +183,32 @@ class Advice:
                 f"{rows:.0%} of the completions of the last {batches} were cut off{at_limit}. Set "
                 f"`max_completion_length{higher}`, or ask for shorter answers."
             )
-        return said
+        return said | too_small
+
+    def _of_size(self, table: dict[str, np.ndarray], dead: float, batches: str) -> dict[str, str]:
+        """Groups that are too small for the pass rate: as many are dead as chance makes dead, if every prompt passes as often."""
+        size, rate = self.args.num_generations, table["outcome"].mean()
+        by_chance = dead_at(rate, size)
+        larger = next((other for other in _LARGER if other > size and dead_at(rate, other) < _MOST), None)
+        if dead < _MOST or by_chance < _MOST or table["graded"].any() or larger is None or dead > by_chance + _CHANCE:
+            return {}
+        return {
+            "group_size": (
+                f"{dead:.0%} of the groups of the last {batches} were dead, and at their pass rate of {rate:.2f} chance alone makes "
+                f"{by_chance:.0%} of the groups of {size} dead; of groups of {larger}, it would be {dead_at(rate, larger):.0%}. "
+                f"Set `num_generations: {larger}`, with fewer prompts in a batch."
+            )
+        }
 
     def _of_rewards(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         if len(self.reward_names) < 2:
             return {}
-        said, dead = {}, table["dead"].mean()
+        said, whole = {}, ~np.isnan(table["dead_whole"])
+        dead = table["dead_whole"][whole].mean() if whole.any() else 1.0
+        main = self._main_reward(table)
         for i, name in enumerate(self.reward_names):
-            low, high, without = table[f"low.{i}"].min(), table[f"high.{i}"].max(), table[f"without.{i}"].mean()
+            low, high = table[f"low.{i}"].min(), table[f"high.{i}"].max()
+            without = table[f"without.{i}"][whole].mean() if whole.any() else 1.0
             if low > high:
                 said[f"reward.{i}"] = (
                     f"The reward `{name}` was None for every completion of the last {batches}: its format was never parsed, or it "
@@ -138,12 +219,19 @@ class Advice:
                     f"The reward `{name}` was {low:g} for every completion of the last {batches}: what it asks for was never, or "
                     "always, met. Show the format in the prompt, or leave the reward out."
                 )
-            elif dead <= 1.0 - _MOST and without - dead >= _MOST:
+            elif i != main and dead <= 1.0 - _MOST and without - dead >= _MOST:
                 said[f"shaping.{i}"] = (
                     f"{without - dead:.0%} of the groups of the last {batches} were alive only because `{name}` differed within "
                     "them. Give it the weight 0 in `reward_weights`, or set `alive: outcome` with `pass_reward`, unless it is what you want to train."
                 )
         return said
+
+    def _main_reward(self, table: dict[str, np.ndarray]) -> int:
+        """The reward that is to be learned: the one that says whether a completion is right, else the one that can give the most."""
+        if (name := accuracy_reward(self.args.pass_reward, self.reward_names)) in self.reward_names:
+            return self.reward_names.index(str(name))
+        weights = self.args.reward_weights or [1.0] * len(self.reward_names)
+        return int(np.argmax([abs(weight) * table[f"high.{i}"].max() for i, weight in enumerate(weights)]))
 
     def _of_settings(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         said, prices = {}, table["price"][~np.isnan(table["price"])]
@@ -163,9 +251,13 @@ class Advice:
                 "Let your `rollout_func` return `logprobs`."
             )
         if len(prices) and prices.mean() < _WORTH:
+            # A recording does not hold the rewards of single completions, which a gate goes by
+            where = "`lze-trl forecast` on the folder of this run"
+            if table["graded"].any():
+                where = "`lze-trl forecast` on the recipe, or `trainer.forecast()`,"
             said["gate"] = (
                 f"`strategy: gate` would have rolled out at most {prices.mean():.2f} × the completions of the last {batches} for as "
-                "many live groups each. `lze-trl forecast` on the folder of this run prices it."
+                f"many live groups each. {where} prices it."
             )
         return said
 
@@ -183,3 +275,8 @@ class Advice:
         self._recent.clear()
         if recent.shape[1:] == (len(self._names),):
             self._recent.extend(recent)
+
+
+def dead_at(rate: float, size: int) -> float:
+    """Probability that all of `size` completions pass, or all fail, at a pass rate."""
+    return float(rate**size + (1.0 - rate) ** size)

@@ -18,9 +18,13 @@ CAUSES = {
 """Causes, in the order in which they are looked for, and what they say of the completions of a group."""
 
 
-def causes(batch: Batch, same_text: np.ndarray | None = None) -> np.ndarray:
+_TOLD_BY_ONE = ("unscored", "solved", "cut_off", "hopeless")  # causes that a single completion can tell
+
+
+def causes(batch: Batch, same_text: np.ndarray | None = None, by_one: bool = False) -> np.ndarray:
     """
     Why each group is dead, one of [`CAUSES`], `""` for a live one, and `"stopped"` for one of a single completion; shape `(P,)`, text.
+    With `by_one`, a stopped group has the cause that its completion tells of, if it tells of one.
 
     The batch has the row columns `rewards_per_func`, shape `(B, F)`, and, where that is known, `cut_off`, 1 for a completion that
     does not end. `same_text`, shape `(P,)`, says which groups have one text. By default those whose completions have one length
@@ -32,9 +36,7 @@ def causes(batch: Batch, same_text: np.ndarray | None = None) -> np.ndarray:
     values = np.unique(batch.rewards[~np.isnan(batch.rewards)])
     cut_off = batch.rows.cut_off if "cut_off" in batch.rows else np.zeros(len(group))
     if same_text is None:
-        low, high = extremes(batch.logprobs, group, count)
-        with np.errstate(invalid="ignore"):
-            same_text = ~differ(batch.completion_tokens, group, count) & (high - low <= 1e-3 * (1.0 - low))
+        same_text = same_texts(batch)
     weighted_away = np.any([differ(column, group, count) for column in batch.rewards_per_func.T], axis=0)
     found = {
         "unscored": unscored,
@@ -45,5 +47,13 @@ def causes(batch: Batch, same_text: np.ndarray | None = None) -> np.ndarray:
         "same_text": same_text,
         "hopeless": highest == 0.0,
     }
-    names = np.select(list(found.values()), list(found), default="equal")
-    return np.where(batch.alive, "", np.where(batch.sizes < 2, "stopped", names))
+    names, one = np.select(list(found.values()), list(found), default="equal"), batch.sizes < 2
+    told = np.select([found[name] for name in _TOLD_BY_ONE], _TOLD_BY_ONE, default="stopped") if by_one else "stopped"
+    return np.where(batch.alive, "", np.where(one, told, names))
+
+
+def same_texts(batch: Batch) -> np.ndarray:
+    """Whether all completions of a group have one length and one log-probability, shape `(P,)`, bool."""
+    low, high = extremes(batch.logprobs, batch.group, batch.num_groups)
+    with np.errstate(invalid="ignore"):
+        return ~differ(batch.completion_tokens, batch.group, batch.num_groups) & (high - low <= 1e-3 * (1.0 - low))

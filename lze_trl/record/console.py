@@ -51,14 +51,16 @@ class RunSummary(TrainerCallback):
 
     savings: Callable[[], dict[str, float]]  # totals of the run
     flush: Callable[[], None]  # writes what is missing in its telemetry
-    accuracy_metric: str
+    held_out: dict[str, str]  # see [`~lze_trl.record.curves.held_out_metrics`]
     write_report: Callable[[Path], Path]  # of a run's folder
     advice: Callable[[bool], dict[str, str]]
     ends_with_training: bool = True  # a recipe's run goes on to evaluate and save the model
     _advised: set[str] = field(default_factory=set)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
-        known = [(label, form, logs[name]) for name, label, form in _SHOWN if logs and logs.get(name) is not None]
+        others = [(metric, name, "{:.3f}") for metric, name in self.held_out.items() if metric != "eval_reward"]
+        shown = (_SHOWN[0], *others, *_SHOWN[1:])
+        known = [(label, form, logs[name]) for name, label, form in shown if logs and logs.get(name) is not None]
         if known and state.is_world_process_zero:
             line = "  ".join(f"{label} {form.format(float(value))}" for label, form, value in known)
             tqdm.write(f"step {state.global_step:>5}  {line}")  # above the progress bar, if there is one
@@ -89,7 +91,8 @@ class RunSummary(TrainerCallback):
 
     def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
         """Print what the run did and cost, its evaluations, and where its files are."""
-        lines = summary_lines(self.savings(), held_out_accuracy(state, self.accuracy_metric))
+        held_out = {name: held_out_accuracy(state, metric) for metric, name in self.held_out.items()}
+        lines = summary_lines(self.savings(), held_out)
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
@@ -111,17 +114,21 @@ def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_b
 
 
 def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | None]:
-    """Held-out accuracy `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
+    """A metric of held-out prompts `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
     logged = {logs["step"]: logs[metric] for logs in state.log_history if metric in logs}
     return {"before": logged.get(0), "after": logged.get(state.global_step)}
 
 
-def summary_lines(savings: dict[str, float], accuracy: dict[str, float | None]) -> list[str]:
-    """What a run did and cost, from its totals and accuracies."""
+def summary_lines(savings: dict[str, float], held_out: dict[str, dict[str, float | None]]) -> list[str]:
+    """What a run did and cost, from its totals and what was logged of held-out prompts."""
     lines = [
         f"{label}: {savings[f'groups_{name}']:,.0f} groups, {savings[f'rows_{name}']:,.0f} completions"
         for label, name in (("Rolled out", "rolled_out"), ("Trained on", "trained"))
     ]
-    shown = [f"{value:.3f} {when} the training" for when, value in accuracy.items() if value is not None]
-    sampled = [f"Sampled accuracy on held-out prompts: {', '.join(shown)}"] if shown else []
+    if surplus := savings.get("rows_evened_out"):
+        lines.append(f"Drawn besides to even out the processes, and not used: {surplus:,.0f} completions")
+    sampled = []
+    for name, values in held_out.items():
+        shown = [f"{value:.3f} {when} the training" for when, value in values.items() if value is not None]
+        sampled += [f"{name.capitalize()} (sampled): {', '.join(shown)}"] if shown else []
     return [*lines, headline(savings), skipped_visits(savings), *sampled]

@@ -7,34 +7,40 @@ Steps count from 1: that of a generation batch is the optimizer step that it is 
 import numpy as np
 import pandas as pd
 
+from .advice import accuracy_reward
 from .evaluations import task_curves
 from .ledger import KINDS, UNITS
-from .reader import Run
+from .reader import PAID, Run
 from .schema import NUM_ENERGY_BINS
 
 
-HELD_OUT = "held-out prompts"
-"""What the accuracy of [`held_out`] is called among [`accuracies`]."""
+HELD_OUT = "held-out"
+"""With what the names of curves over prompts that are never trained on begin."""
 
 GRADED = "mean outcome"
 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     """
-    Neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means; shares of the groups
-    `selected`, `dead`, `replayed`; and the work so far by [`UNITS`].
+    Neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means as they were logged; what became of
+    the groups, as shares that add up to 1: `live`, `dead` and drawn in full, `stopped`; and the work so far by [`UNITS`], of which
+    tokens are those rolled out.
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
     columns |= {name: f"avg({name})" for name in ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean")}
-    columns |= {name: f"sum({name}) / sum(groups)" for name in ("selected", "dead", "replayed")}
+    # Recordings of earlier versions have neither
+    columns["dead_share"] = "avg(CASE WHEN stopped IS NULL THEN dead / groups ELSE dead_share END)"
+    parts = {"live": "groups - dead", "dead": PAID, "stopped": "coalesce(stopped, 0)"}
+    columns |= {name: f"sum({part}) / sum(groups)" for name, part in parts.items()}
     for unit in UNITS:
-        total = " + ".join(f"coalesce(ledger['{kind}_{unit}'], 0)" for kind in KINDS)
+        kinds = ["rollout"] if unit == "tokens" else KINDS
+        total = " + ".join(f"coalesce(ledger['{kind}_{unit}'], 0)" for kind in kinds)
         columns[unit] = f"arg_max({total}, generation)"
     return _binned(run, columns, bins)
 
 
 def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
-    """Mean of every reward function, columns named by `reward_labels`, indexed by step."""
+    """Mean of every reward function as it was logged, columns named by `reward_labels`, indexed by step."""
     means = {name: f"avg(rewards[{index}])" for index, name in enumerate(run.meta.reward_labels, start=1)}
     frame = _binned(run, {"": "max(step) + 1"} | means, bins)  # a reward function may be named `step`
     return frame.set_index("").rename_axis("step")
@@ -65,24 +71,45 @@ def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.S
 
 def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
     """
-    Name of the metric with the held-out accuracy: the mean of `pass_reward` over held-out completions, by default of
-    `accuracy_reward` if that is among the reward functions, else of the total.
+    Name of the metric by which held-out prompts are judged first: the mean of `pass_reward` over their completions, by default of
+    the one reward function whose name says that it is an accuracy, else of the total.
     """
-    if pass_reward is None and "accuracy_reward" in reward_names:
-        pass_reward = "accuracy_reward"
-    return "eval_reward" if pass_reward in (None, "total") else f"eval_rewards/{pass_reward}/mean"
+    name = accuracy_reward(pass_reward, reward_names)
+    return "eval_reward" if name is None else f"eval_rewards/{name}/mean"
 
 
-def held_out(run: Run) -> pd.Series:
-    """Held-out accuracy by step, as it was logged, under the name of [`accuracy_metric`]; empty if it was not."""
-    name = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
-    return logged_curves(run, [name], bins=10**9).get(name, pd.Series(dtype=float)).rename(name)
+def held_out_metrics(pass_reward: str | None, reward_names: list[str]) -> dict[str, str]:
+    """
+    Metrics of held-out prompts, and what they are called: that of [`accuracy_metric`] first, of several rewards then each other one.
+    A reward is called an accuracy only if the user, or its own name, says that it is one.
+    """
+    first = accuracy_metric(pass_reward, reward_names)
+    names = {first: f"{HELD_OUT} {'reward' if first == 'eval_reward' else 'accuracy'}"}
+    several = dict.fromkeys(reward_names) if len(reward_names) > 1 else {}
+    return names | {f"eval_rewards/{n}/mean": f"{HELD_OUT} {n}" for n in several if f"eval_rewards/{n}/mean" != first}
 
 
-def accuracies(run: Run) -> dict[str, pd.Series]:
-    """Every accuracy by step: that of [`held_out`], then those on the tasks that the run was evaluated on."""
-    own = held_out(run)
-    return ({HELD_OUT: own} if len(own) else {}) | task_curves(run.directory.parent)
+def held_out_curves(run: Run) -> dict[str, pd.Series]:
+    """What was logged of held-out prompts by step, under the names of [`held_out_metrics`]; each series is named by its metric."""
+    metrics = held_out_metrics(run.meta.settings.get("pass_reward"), run.meta.reward_names)
+    logged = logged_curves(run, list(metrics), bins=10**9)
+    found = {called: logged[metric].rename(metric) for metric, called in metrics.items() if metric in logged}
+    accuracy = found.get(f"{HELD_OUT} accuracy", pd.Series(dtype=float))
+    if not accuracy.between(0.0, 1.0).all():
+        found = {f"{HELD_OUT} reward": accuracy} | {
+            name: values for name, values in found.items() if values is not accuracy
+        }
+    return found
+
+
+def evaluated(run: Run) -> dict[str, pd.Series]:
+    """Every score on prompts that are not trained on, by step: [`held_out_curves`], then the tasks that the run was evaluated on."""
+    return held_out_curves(run) | task_curves(run.directory.parent)
+
+
+def is_share(name: str) -> bool:
+    """Whether one of the curves of [`evaluated`] is a share of completions, and not the mean of a reward."""
+    return not name.startswith(HELD_OUT) or name == f"{HELD_OUT} accuracy"
 
 
 def outcome_name(run: Run) -> str:

@@ -17,32 +17,42 @@ from .writer import list_parts
 
 
 _LOADED = ("generations", "steps")  # small tables, of which every view of the app shows something
+PAID = "dead - coalesce(stopped, 0)"
+"""Of a row of `generations`, the dead groups that were drawn in full."""
+
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
-STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored")
+STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored", "stopped")
 """
-States of a prompt. A hopeless one had equal rewards at its last visit, not the highest ones. A forgotten one was solved and pruned,
-failed its re-check, and has not been fully correct since.
+States of a prompt, by its last visit that a gate did not stop after one completion. A hopeless one had equal rewards at that visit, not
+the highest ones. A forgotten one was solved and pruned, failed its re-check, and has not been fully correct since. A stopped one was
+stopped at every visit.
 """
 
-ORDERS = ("text", "state", "energy", "difficulty", "uncertainty", "momentum", "pass_rate", "first_pass_rate", "visits")
+_MEASURED = ("energy", "difficulty", "uncertainty", "momentum", "pass_rate", "drawn")
+ORDERS = ("text", "state", *_MEASURED, "first_pass_rate", "visits")
 """What [`Run.prompts`] sorts by."""
 
-# One row per visited prompt: its latest visit, and sums over all visits
-_PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH sums AS (
-    SELECT prompt_id, max(generation) AS last_generation, max(step) AS last_step,
+# One row per visited prompt: its latest visit that was not stopped, if there is one, and sums over all visits
+_PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH visited AS (
+    SELECT *, cause IS DISTINCT FROM 'stopped' AS whole FROM groups), sums AS (
+    SELECT prompt_id, max(generation) AS last_generation, max(step) AS last_step, max(visits) AS visits,
+        arg_max(pruned, generation) AS pruned, max(generation) FILTER (whole) AS last_whole,
         sum(selected::BIGINT)::BIGINT AS times_selected, sum(replayed::BIGINT)::BIGINT AS rechecks,
-        max(generation) FILTER (pass_rate = 1) AS last_solved,
+        max(generation) FILTER (whole AND pass_rate = 1) AS last_solved,
         max(generation) FILTER (replayed AND pass_rate < 1) AS last_failed_recheck
-    FROM groups GROUP BY prompt_id)
-SELECT sums.*, visits, pass_rate, energy, difficulty, uncertainty, momentum, ema, first_pass_rate, reward_mean, pruned, dead,
-    CASE WHEN pruned THEN 'pruned'
+    FROM visited GROUP BY prompt_id)
+SELECT sums.*, size AS drawn, pass_rate, energy, difficulty, uncertainty, momentum, ema,
+    CASE WHEN last_whole IS NOT NULL THEN first_pass_rate END AS first_pass_rate, reward_mean, dead,
+    CASE WHEN sums.pruned THEN 'pruned'
         WHEN last_failed_recheck > coalesce(last_solved, -1) THEN 'forgotten'
         WHEN pass_rate IS NULL THEN 'unscored'
+        WHEN last_whole IS NULL THEN 'stopped'
         WHEN pass_rate = 1 THEN 'solved'
         WHEN dead THEN 'hopeless'
         ELSE 'frontier' END AS state
-FROM sums JOIN groups ON groups.prompt_id = sums.prompt_id AND groups.generation = sums.last_generation"""
+FROM sums JOIN groups ON groups.prompt_id = sums.prompt_id
+    AND groups.generation = coalesce(sums.last_whole, sums.last_generation)"""
 
 
 def open_run(path: str | Path) -> "Run":
@@ -234,11 +244,12 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """
-        The run in a few numbers: generation batches, steps begun, passes, groups, those selected and dead, completions (`rows`);
-        prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares with plain GRPO.
+        The run in a few numbers: generation batches, steps begun, passes, groups, those selected, those `stopped` by a gate, those `dead`
+        that were not, completions (`rows`); prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares
+        with plain GRPO.
         """
-        names = ("groups", "rows", "selected", "dead")
-        sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in names)
+        names = {name: name for name in ("groups", "rows", "selected", "stopped")} | {"dead": PAID}
+        sums = ", ".join(f"coalesce(sum({column}), 0)::BIGINT AS {name}" for name, column in names.items())
         row = self.arrow(f"""SELECT count(*) AS generations, coalesce(max(step) + 1, 0) AS steps,
             coalesce(max(pass_index), 0) AS pass_index, {sums}, arg_max(ledger, generation) AS ledger
             FROM generations""").to_pylist()[0]

@@ -37,7 +37,8 @@ _TABLES = {
         completion_tokens INTEGER, logprob_mean FLOAT, logprob_min FLOAT, logprob_max FLOAT, loss_tokens INTEGER,
         selected BOOLEAN, pruned BOOLEAN, replayed BOOLEAN, dead BOOLEAN, cause VARCHAR""",
     "generations": """generation INTEGER, step INTEGER, pass_index INTEGER, time DOUBLE, groups INTEGER, rows INTEGER,
-        selected INTEGER, dead INTEGER, replayed INTEGER, skipped INTEGER, pass_rate FLOAT, selected_pass_rate FLOAT, reward_mean FLOAT, rewards FLOAT[], energy_mean FLOAT,
+        selected INTEGER, dead INTEGER, stopped INTEGER, replayed INTEGER, skipped INTEGER, pass_rate FLOAT,
+        selected_pass_rate FLOAT, dead_share FLOAT, reward_mean FLOAT, rewards FLOAT[], energy_mean FLOAT,
         energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",
     "steps": "step INTEGER, generation INTEGER, time DOUBLE, name VARCHAR, value DOUBLE",
 }

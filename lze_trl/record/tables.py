@@ -20,7 +20,8 @@ class GenerationRecord:
     `prompts` holds arrays of shape `(P,)`: `prompt_id`, `pass_rate`, `energy`, `dead`, `selected`, `pruned`, `replayed`, `text`
     (the prompt) and `columns` (a dict of further facts). `rows` holds arrays of shape `(B,)`: `group`, `outcome`, `reward`,
     `loss_tokens`, `rewards` (of shape `(B, F)`, NaN where a function gives none) and `completion` (the text, `None` where it is
-    not recorded). Whatever other column they hold is recorded under its name. Both are empty if pruning has left nothing.
+    not recorded). Whatever other column they hold is recorded under its name. Both are empty if pruning has left nothing. `means` are
+    those that were logged (`pass_rate`, `reward_mean`, `rewards`, `dead_share`): by default, of the prompts and rows.
     """
 
     generation: int
@@ -30,6 +31,7 @@ class GenerationRecord:
     pass_index: int = 0  # pass over the data
     skipped: int = 0  # prompts of the batch that pruning left without rollouts
     ledger: dict[str, float] = field(default_factory=dict)  # cumulative work, see [`Ledger.summary`]
+    means: dict[str, Any] = field(default_factory=dict)
     max_steps: int = 0  # optimizer steps that the run is to have, 0 if that is not known
 
     def __len__(self) -> int:
@@ -49,7 +51,7 @@ _ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": 
 _NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "chances")
 _NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "prompt_tokens", "owner", "place", "shuffled")
 # Of a batch of which pruning has left nothing
-_NO_COUNTS: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "replayed"), 0)
+_NO_COUNTS: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "stopped", "replayed"), 0)
 _NO_COUNTS["energy_histogram"] = [0] * NUM_ENERGY_BINS
 
 
@@ -73,7 +75,7 @@ def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
         "group_size": groups.sizes.mean(),
         "selected_share": chosen.mean(),
         "dead_share": (~groups.alive).mean(),
-        "solved_share": groups.solved.mean(),
+        "solved_share": (groups.solved & (groups.sizes > 1)).mean(),
         "replayed_share": groups.replayed.mean(),
         "forgotten": groups.forgotten.sum(),
         **({"selected_pass_rate": _mean(groups.pass_rates[chosen])} if chosen.any() else {}),
@@ -86,7 +88,7 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
     ledger = pa.array([list(record.ledger.items())], pa.map_(pa.string(), pa.float64()))
-    summary |= _counts(prompts, rows, energy_max) if len(record) else _NO_COUNTS
+    summary |= _counts(prompts, rows, energy_max) | record.means if len(record) else _NO_COUNTS
     generations = to_table({name: [value] for name, value in summary.items()})
     tables = {"generations": generations.append_column("ledger", ledger)}
     if not len(record):
@@ -125,6 +127,8 @@ def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], energy_
     return {
         "rows": len(rows["group"]),
         **{name: prompts[name].sum() for name in ("selected", "dead", "replayed")},
+        "stopped": np.count_nonzero(np.asarray(prompts.get("cause", "")) == "stopped"),
+        "dead_share": prompts["dead"].mean(),
         "pass_rate": _mean(prompts["pass_rate"]),
         "selected_pass_rate": _mean(prompts["pass_rate"][prompts["selected"]]),
         "reward_mean": _mean(rows["reward"]),

@@ -36,15 +36,19 @@ class Comparing:
         again = generation & (generation - 1) == 0
         return [column for column, passed in self._passed.items() if passed < _CHECKS or again]
 
-    def rows(self, columns: list[int], scores: np.ndarray, group: np.ndarray, processes: int) -> np.ndarray | None:
+    def rows(
+        self, columns: list[int], scores: np.ndarray, group: np.ndarray, of_processes: list[np.ndarray]
+    ) -> np.ndarray | None:
         """
-        Rows of each process that are to be scored alone, shape `(8, W)`, of groups with several rows. `None` if there are none, or if
-        it is known already: a function has failed for parts of groups. `scores` has shape `(B, F)` and `group` `(B,)`.
+        Rows that are to be scored alone, shape `(8, W)`, some `of_processes`, of groups with several rows. `None` if a process has no
+        row, or if it is known already: a function has failed for parts of groups. `scores` has shape `(B, F)` and `group` `(B,)`.
         """
         self._enter([column for column in columns if (scores[:, column] == np.float32(FAILED)).any()])
+        if not all(map(len, of_processes)):
+            return None
         shared = np.bincount(group)[group] > 1
         picked = []
-        for own in np.arange(len(group)).reshape(processes, -1):
+        for own in of_processes:
             fit = own[shared[own]] if shared[own].any() else own
             picked.append(fit[np.linspace(0, len(fit) - 1, _ROWS).astype(int)])
         rows, differ = np.array(picked).T, np.ptp(np.nan_to_num(scores[picked][..., columns]), axis=(0, 1)) > 0

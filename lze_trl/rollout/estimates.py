@@ -39,6 +39,36 @@ def mean_over_full_batch(values: np.ndarray, group: np.ndarray, first: np.ndarra
     return float(np.average(sums / np.minimum(first, sizes), weights=weights))
 
 
+class StoppedGroups:
+    """
+    How many of the groups that a controller stops would be live, from those that chance has completed all the same. Each stands for
+    1 / probability, over the latest batches: a single one holds few of them.
+    """
+
+    WINDOW = 512  # groups, stopped or completed by chance
+
+    def __init__(self):
+        self._seen = np.zeros(2)  # decayed: weights of the live ones, and of all
+
+    def live(self, alive: np.ndarray, chances: np.ndarray) -> np.ndarray:
+        """
+        Enter groups that were begun, and return how many live ones each stands for, between 0 and 1: `alive` itself where a group was
+        certain to be completed; NaN where none has been completed by chance yet. All of shape `(P,)`; `chances` are 0 for stopped ones.
+        """
+        unsure, drawn = chances < 1.0, (chances > 0.0) & (chances < 1.0)
+        counts = 1.0 / chances[drawn]
+        self._seen *= max(1.0 - unsure.sum() / self.WINDOW, 0.0)
+        self._seen += (counts[alive[drawn]].sum(), counts.sum())
+        live, total = self._seen
+        return np.where(unsure, live / total if total else np.nan, alive)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return {"stopped": self._seen}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        self._seen = state["stopped"].copy()
+
+
 @dataclass(frozen=True)
 class UniformSample:
     """
@@ -48,8 +78,8 @@ class UniformSample:
     Attributes:
         votes (float64, `(B,)`): Weight of each completion of the batch.
         remembered (float64, `(n,)`): Mean score of each prompt that got none; NaN if it has none.
-        live_share (`float`): Estimated share of live groups, among which are none of prompts that got no completion. Where groups
-            are stopped, those that were drawn to their end stand for 1 / probability each: it may be above 1 in a single batch.
+        live_share (`float`): Estimated share of live groups, between 0 and 1, see [`StoppedGroups`]. A prompt that got no completion counts
+            with the forecast that its group is live. NaN where too little was drawn to estimate it.
     """
 
     votes: np.ndarray
@@ -74,17 +104,15 @@ class UniformSample:
 
 
 def uniform_sample(
-    rollouts: Batch, first: np.ndarray, chances: np.ndarray | None, remembered: np.ndarray
+    rollouts: Batch, first: np.ndarray, live: np.ndarray | None, remembered: np.ndarray, forecasts: np.ndarray
 ) -> UniformSample:
     """
-    What uniform sampling would have seen. In the first round prompts got `first` completions; `chances` are those with which the groups
-    were then drawn to their end, 0 for those that were not, `None` if chance decided nothing. Both have shape `(P,)`. `remembered`, shape
-    `(n,)`, are the mean scores of the prompts that got none.
+    What uniform sampling would have seen. In the first round prompts got `first` completions; `live` says how many live groups each
+    stands for, `None` if the first round tells. Both have shape `(P,)`. `remembered` are the mean scores of the n prompts that got none,
+    and `forecasts` the probabilities that their groups are live, both of shape `(n,)`.
     """
     rows = places(rollouts.group) < first[rollouts.group]
     votes = np.where(rows, 1.0 / np.maximum(first, 1)[rollouts.group], 0.0)
-    if chances is None:
-        alive = differ(rollouts.signals[rows], rollouts.group[rows], len(first)).astype(np.float64)
-    else:
-        alive = np.divide(rollouts.alive, chances, out=np.zeros(len(first)), where=(chances > 0) & (first > 0))
-    return UniformSample(votes, remembered, float(alive.sum() / (np.count_nonzero(first) + len(remembered))))
+    if live is None:
+        live = differ(rollouts.signals[rows], rollouts.group[rows], len(first)).astype(np.float64)
+    return UniformSample(votes, remembered, float(np.append(live[first > 0], forecasts).mean()))

@@ -19,6 +19,7 @@ from .settling import GroupReward
 
 
 logger = logging.getLogger(__name__)
+_SURPLUS = "surplus"
 
 
 class RewardError(ValueError):
@@ -32,12 +33,15 @@ class RewardNotes:
         # Of the latest round: columns by name, of two functions with one name the last one's
         self.columns: dict[str, list] = {}
         self.ballots: dict[int, list] = {}  # by the column of a group reward
-        self._num_rows = 0
+        self._num_rows, self.surplus = 0, 0
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
-    def begin_round(self, num_rows: int):
-        """So many completions of another round are about to be scored: as often, its metrics count in the mean over the rounds."""
-        self.columns, self.ballots, self._num_rows = {}, {}, num_rows
+    def begin_round(self, num_rows: int, surplus: int = 0):
+        """
+        So many completions of another round are about to be made and scored: as often, its metrics count in the mean over the rounds. Of the
+        last `surplus` rows, which only even out processes, reward functions see nothing.
+        """
+        self.columns, self.ballots, self._num_rows, self.surplus = {}, {}, num_rows - surplus, surplus
 
     def column(self, name: str, values: Iterable):
         """TRL's `log_extra`."""
@@ -75,7 +79,8 @@ def checked(
         return reward_func
 
     def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str | None]]:
-        reasons = reasons_now(kwargs.get("environments"))  # before the call, in which further episodes may fail
+        # Before the call, in which further episodes may fail
+        reasons = left_out(reasons_now(kwargs.get("environments")), len(kwargs["completions"]), notes)
         given = _of_episodes(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
 
@@ -104,7 +109,7 @@ def checked(
     def guarded(*args, **kwargs):
         with noted():
             given, reasons = arguments(kwargs)
-            if not given["completions"]:  # all episodes have failed
+            if not given["completions"]:  # all are left out
                 return of_all([], reasons)
             return of_all(_scores(reward_func(*args, **given), name, given), reasons)
         return [FAILED] * len(kwargs["completions"])
@@ -144,12 +149,18 @@ def _of_episodes(kwargs: dict[str, Any], reasons: list[str | None]) -> dict[str,
     }
 
 
+def left_out(failed: list[str | None], count: int, notes: RewardNotes | None) -> list[str | None]:
+    """Why each of `count` completions is left out: it has `failed`, or it only evens out processes; `None` for the others."""
+    surplus = 0 if notes is None else notes.surplus
+    return [*(failed or [None] * count)[: count - surplus], *[_SURPLUS] * surplus]
+
+
 def of_all(values: list, reasons: list[str | None]) -> list:
-    """The values of all completions: `None` where the episode had failed."""
+    """The values of all completions: `None` where the episode had failed, and any number for a surplus one, of which TRL would warn else."""
     if not any(reasons):
         return values
     given = iter(values)
-    return [next(given) if reason is None else None for reason in reasons]
+    return [next(given) if reason is None else 0.0 if reason == _SURPLUS else None for reason in reasons]
 
 
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:

@@ -8,6 +8,7 @@ from ..batch import Batch, Prompts, group_variance
 from ..memory.regression import SCORE_MEMORY
 from ..memory.state import PromptState
 from .controllers import Gate
+from .estimates import StoppedGroups
 
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class GateGuard:
         self.on, self.draws_whole = on, False
         self._gate, self._uniform = np.zeros(3), np.zeros(3)  # decayed: live groups, their signal, tokens
         self._recent = np.zeros(2)  # decayed: live groups, and completions, of which λ is made
+        self.stopped = StoppedGroups()
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
 
     def told(self, prompts: Prompts, lots: np.ndarray, begun: np.ndarray) -> Prompts:
@@ -97,12 +99,13 @@ class GateGuard:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent}
-        return totals | {"capital": self._capital, "whole": np.array([self.draws_whole])}
+        return totals | self.stopped.state_dict() | {"capital": self._capital, "whole": np.array([self.draws_whole])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint; a run without a guard lets the gate decide."""
         self._gate, self._uniform, self._recent = (state[name].copy() for name in ("gate", "uniform", "recent"))
         self._capital = state["capital"].copy()
+        self.stopped.load_state_dict(state)
         self.draws_whole = self.on and bool(state["whole"][0])
 
 

@@ -6,17 +6,15 @@ Rolling out a plan: as many completions for each prompt as the controller asks f
 
 import copy
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from ..batch import Batch, Prompts, Table
+from ..batch import Batch, Prompts, Table, places
 from ..memory.identity import ID_COLUMN, prompts_of_groups
 from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
@@ -52,9 +50,11 @@ class Pending:
     step: int = 0  # optimizer steps so far
     ahead: LookAhead | None = None  # to the next round
     counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
+    owner: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (B,): process of each completion
     round: int = 0
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
+    evened_out: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))  # surplus completions, tokens
     # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `begun` and `finished`: chances,
     # see `RolloutController.chances`, of round 0 and of a later one
     given: np.ndarray | None = None
@@ -101,7 +101,8 @@ class Rounds:
             self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
-            pending.request = plan.inputs, self.args.num_generations
+            pending.owner = self.passes.owners(int(pending.counts.sum()))
+            pending.request = plan.inputs, self.args.num_generations, None
         return pending
 
     def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
@@ -146,13 +147,17 @@ class Rounds:
         chances = None if chances is None else np.where(counts > 0, chances, 0.0)
         if self.comparing.columns:
             counts, chances = self._whole(counts, drawn, engine), None if pending.round else chances
-        counts = self._divisible(counts) if counts.any() else counts
         pending.ask(counts, chances)
         pending.in_parts = not self.comparing.columns and self._splits_groups(counts, drawn)
         pending.request = pending.ahead = None
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
-            pending.request = self.passes.local(rows), unit
+            pending.owner = owner = self._owners(counts)
+            inputs, at_once, asked = self.passes.local(rows, owner), unit, None
+            if len(rows) != len(inputs) * self.accelerator.num_processes:
+                asked = owner * len(inputs) + places(owner)
+                at_once = unit if engine.over_http else 1  # TRL's engines would take surplus rows for those of a group
+            pending.request = inputs, at_once, asked
             if self.controller.by_group and counts.max() == unit and not self.comparing.columns:
                 reason = engine.waits_for
                 if engine.over_http and reason is None:
@@ -179,17 +184,16 @@ class Rounds:
     def _splits_groups(self, counts: np.ndarray, drawn: Batch) -> bool:
         """Whether a round has parts of groups: fewer completions than a group has, further ones, or one group on two processes."""
         parts = (counts > 0) & ((drawn.sizes > 0) | (counts < self.args.num_generations))
-        ends, processes = counts.cumsum(), self.accelerator.num_processes
-        shares = counts.sum() // processes * np.arange(1, processes)
-        return bool(parts.any() or not np.isin(shares, ends).all())
+        shares = np.flatnonzero(np.diff(self._owners(counts))) + 1
+        return bool(parts.any() or not np.isin(shares, counts.cumsum()).all())
 
     def _compares(self, pending: Pending, held: dict[str, list], rewards_per_func: torch.Tensor, engine: Any) -> bool:
         """Whether a reward function is found to compare completions: some of a round are scored alone."""
         asked, scores = self.comparing.asked(pending.generation), rewards_per_func.cpu().numpy()
-        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
-        rows = self.comparing.rows(asked, scores, np.repeat(np.arange(len(pending.counts)), pending.counts), processes)
+        group, processes = np.repeat(np.arange(len(pending.counts)), pending.counts), self.accelerator.num_processes
+        rows = self.comparing.rows(asked, scores, group, np.array_split(np.arange(len(group)), processes))
         if rows is not None:
-            own = rows[:, rank] % (len(scores) // processes)
+            own = places(pending.owner)[rows[:, self.accelerator.process_index]]
             alone = np.array([engine.scored_alone(held, int(row), asked) for row in own])
             self.comparing.see(asked, scores[rows][..., asked], alone)
         return bool(self.comparing.columns)
@@ -199,7 +203,7 @@ class Rounds:
         engine.rounds_ended()
         given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
         begun = self.begin(pending.plan, engine, pending.generation)
-        vars(pending).update(vars(begun), rows_given_up=given_up)
+        vars(pending).update(vars(begun), rows_given_up=given_up, evened_out=pending.evened_out)
 
     def cannot_look_ahead(self, error: Exception):
         """Say once, in words, that a reward function has failed when the next round was looked ahead to."""
@@ -224,18 +228,24 @@ class Rounds:
         The completions of a round, judged and known to all processes; `None` if a reward that got parts of groups compares completions.
         Their scores enter the range of the run, unless they are still to be settled.
         """
-        asked = self.comparing.asked(pending.generation) if pending.in_parts else []
-        held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead, asked)
-        if pending.in_parts and self._compares(pending, held, rewards_per_func, engine):
-            return None
+        may_fail = self.comparing.asked(pending.generation) if pending.in_parts else []
+        held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead, may_fail)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
+        if (asked := pending.request[2]) is not None:  # what evens out the processes ends here: nothing else sees it
+            tokens = np.delete(columns["prompt_tokens"] + columns["completion_tokens"], asked)
+            if not engine.over_http:
+                pending.evened_out += (len(tokens), tokens.sum())
+            columns = {name: values[asked] for name, values in columns.items()}
+            rewards_per_func = rewards_per_func[torch.from_numpy(asked).to(rewards_per_func.device)]
+        owner, place = pending.owner, places(pending.owner)
+        if pending.in_parts and self._compares(pending, held, rewards_per_func, engine):
+            return None
         if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
             judged = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
         else:
             judged = self.judge(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
             self._observe(judged["scores"])
-        owner, place = np.divmod(np.arange(len(group)), len(group) // self.accelerator.num_processes)
         batch = Batch.of(
             prompts_of_groups(columns.pop(ID_COLUMN), group, len(pending.counts)),
             group,
@@ -306,8 +316,13 @@ class Rounds:
             self.guard.see(
                 batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size
             )
-        remembered = self.state.mean_scores(batch.prompt_ids[first == 0])
-        sample = uniform_sample(batch, given, finished, remembered)
+        none = batch.prompt_ids[first == 0]
+        live = None
+        if finished is not None:
+            live = np.zeros(count)
+            live[first > 0] = self.guard.stopped.live(batch.alive[first > 0], finished[first > 0])
+        known = self.state.mean_scores(none), self.state.prompts(none).alive
+        sample = uniform_sample(batch, given, live, *known)
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
         has_rows = first > 0
         if chances is not None:
@@ -317,7 +332,7 @@ class Rounds:
         mean = mean_over_full_batch(batch.loss_tokens, batch.group, first, weights)
         if finished is not None:
             weights = represented(weights, finished[has_rows])
-        batch.facts |= {"uniform": sample, "mean_tokens": mean}
+        batch.facts |= {"uniform": sample, "mean_tokens": mean, "evened_out": pending.evened_out}
         return batch.with_prompts(weights=weights)
 
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
@@ -325,23 +340,15 @@ class Rounds:
         further = ask_more(self.controller, pending.round, prompts, drawn, wanted)
         if further == 0:
             return plan
-        processes = self.accelerator.num_processes
-        unit = processes // math.gcd(processes, self.args.num_generations)  # groups that divide evenly over them
-        more = self.passes.further(further + -further % unit, plan.rows)
+        more = self.passes.further(further, plan.rows)
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
         return replace(plan, rows=rows, skipped=skipped)
 
-    def _divisible(self, counts: np.ndarray) -> np.ndarray:
-        """
-        Counts whose sum all processes can share evenly, in whole groups if rewards compare completions: the first active prompts get
-        more, in the unit of all counts, since an engine may complete each prompt that many times.
-        """
-        unit = np.gcd.reduce(counts)
-        turns = cycle(np.flatnonzero(counts))
-        block = self.args.num_generations if self.comparing.columns else 1
-        while counts.sum() % (self.accelerator.num_processes * block):
-            counts[next(turns)] += unit
-        return counts
+    def _owners(self, counts: np.ndarray) -> np.ndarray:
+        """Process of each row of a round, shape `(B,)`; that of a whole group if rewards compare completions."""
+        if not self.comparing.columns:
+            return self.passes.owners(int(counts.sum()))
+        return np.repeat(self.passes.owners(np.count_nonzero(counts)), counts[counts > 0])
 
     def judge(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()

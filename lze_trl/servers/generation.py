@@ -74,6 +74,7 @@ class HTTPGeneration:
         self._begins = False  # whether calls only begin
         self._foresees = True  # whether the next call may be foreseen
         self._foresees_since: float | None = None  # when the reward functions were called
+        self._surplus = 0  # rows at the end of this process's next call that are not to be completed
         # On the main process, by seed and number of completions: requests of the next call, and those foreseen for the one after it
         self._ahead: dict[tuple[int, int], Future] = {}
         self._foreseen: dict[tuple[int, int], Future] = {}
@@ -168,13 +169,15 @@ class HTTPGeneration:
     def generate(self, prompts: list[list[int]], images: list | None, num_generations: int, profiler=None) -> tuple:
         """
         Complete the prompts of this process's rows. Over all processes, each prompt is there `num_generations` times in a
-        row; a group may begin on one process and end on another.
+        row; a group may begin on one process and end on another. Surplus rows get any completion.
 
         Returns, for the rows of this process, prompt ids, completion ids, and log-probs with a last dimension of 1, as TRL's.
         """
         if images is not None and any(image is not None for image in images):
             raise ValueError("Images are not supported with `vllm_mode='http'`. Use `vllm_mode='server'` for them.")
-        sizes, rows = gather_object([len(prompts)]), gather_object(prompts)
+        surplus, self._surplus = self._surplus, 0
+        wanted = prompts[: len(prompts) - surplus]
+        sizes, rows = gather_object([len(wanted)]), gather_object(wanted)
         unique = rows[::num_generations]
         if rows != [prompt for prompt in unique for _ in range(num_generations)]:
             raise ValueError(
@@ -185,7 +188,7 @@ class HTTPGeneration:
             groups = self.generate_groups(unique, [num_generations] * len(unique))
         completions = [completion for group in groups for completion in group]
         begin = sum(sizes[: self.accelerator.process_index])
-        local = completions[begin : begin + len(prompts)]
+        local = completions[begin : begin + len(wanted)] + completions[-1:] * surplus
         for prompt, one in zip(prompts, local, strict=True):
             self.note(prompt, one.token_ids, one.truncated, one.failure)
         of_tokens = [[[logprob] for logprob in completion.logprobs] for completion in local]
@@ -205,17 +208,19 @@ class HTTPGeneration:
         return self._on_main_process(lambda: self._complete(groups))
 
     @contextmanager
-    def looking_ahead(self, foresight: Foresight | None, begins: bool = False) -> Iterator[None]:
+    def looking_ahead(self, foresight: Foresight | None, begins: bool = False, surplus: int = 0) -> Iterator[None]:
         """
         Ask for the completions that the next call will want as soon as a group of this call says so. Whoever foresees wrongly loses
         time, and nothing else: a call gets what it asks for, whether that was under way or not. With `begins`, calls only begin
-        their requests and raise [`HTTPGeneration.Begun`]; the same call later finds them under way.
+        their requests and raise [`HTTPGeneration.Begun`]; the same call later finds them under way. The last `surplus` rows of this
+        process's next call are not completed.
         """
         self._foresight, self._begins = foresight if self._foresees else None, begins
+        self._surplus = surplus
         try:
             yield
         finally:
-            self._foresight, self._begins = None, False
+            self._foresight, self._begins, self._surplus = None, False, 0
 
     def give_up(self):
         """Give up what was begun, or foreseen, and is not wanted any more."""

@@ -162,7 +162,13 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     rollouts, _, updates, total = (work.times for work in against_plain(summary["ledger"]))
     assert tiles["FLOPs of plain GRPO"] == [total, f"rollouts {rollouts}, updates {updates}"]
     assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
-    expected = ["Pass rate", "Held-out accuracy", "Reward", "Energy of the groups (below 0: dead)", "Shares"]
+    expected = [
+        "Pass rate",
+        "Held-out accuracy",
+        "Reward",
+        "Energy of the groups (below 0: dead)",
+        "Shares of the groups",
+    ]
     wait_for(lambda: titles(page) == expected)
     page.get_by_role("button", name="What other strategies would cost").click()
     page.get_by_role("button", name="Forecast").click()
