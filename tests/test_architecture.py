@@ -25,6 +25,8 @@ ROOMS = {
     "version": "",
     "seeding": "",
     "files": "",
+    "signals": "",
+    "claim": "",
     "names": "",
     "strategies": "names",
     "settings": "memory names strategies",
@@ -51,10 +53,10 @@ ROOMS = {
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks config engine forecast hub selfplay memory names plan record remote rollout select servers "
-    "step trl_contract",
-    "job": "app checkpoint checks config data evaluation files forecast hub names record rewards rollout selfplay settings "
-    "strategies trainer version",
+    "trainer": "app build checkpoint checks claim config engine forecast hub selfplay memory names plan record remote rollout select "
+    "servers signals step trl_contract",
+    "job": "app checkpoint checks claim config data evaluation files forecast hub names record rewards rollout selfplay settings "
+    "signals strategies trainer version",
 }
 PURE = (
     "batch seeding select.energy select.selectors select.advantages memory.state memory.posterior memory.foresight "

@@ -112,7 +112,9 @@ class Meta:
 class Status:
     """Content of `status.json`."""
 
-    state: str = "unknown"  # running, finished, stopped (by Ctrl-C) or crashed; unknown without a file
+    state: str = (
+        "unknown"  # running, finished, interrupted (by a signal, as Ctrl-C), failed or crashed; unknown without a file
+    )
     time: float = 0.0  # of the last renewal, in Unix seconds
     max_steps: int = 0  # optimizer steps planned, 0 if unknown
     advice: list[str] = field(default_factory=list)  # sentences that are due, see [`~lze_trl.record.advice.Advice`]
