@@ -267,8 +267,11 @@ _SAID = re.compile(rf"inline_container|PytorchStreamWriter|iostream error|os err
 
 
 @contextmanager
-def disk_errors(path: str | Path, run_dir: str | Path, command: str) -> Iterator[None]:
-    """Raise what a full or failing disk causes within the block, which writes `path`, as a [`DiskError`]; see [`how_to_resume`]."""
+def disk_errors(path: str | Path | None, run_dir: str | Path, command: str) -> Iterator[None]:
+    """
+    Raise what a full or failing disk causes within the block as a [`DiskError`]. The block writes `path`, if that is known. For
+    `command`, see [`how_to_resume`].
+    """
     try:
         yield
     except DiskError:
@@ -277,11 +280,11 @@ def disk_errors(path: str | Path, run_dir: str | Path, command: str) -> Iterator
         of_disk = error.errno in _DISK if isinstance(error, OSError) else _SAID.search(str(error))
         if not of_disk:
             raise
-        named = error.filename if isinstance(error, OSError) else None
-        free = shutil.disk_usage(run_dir).free / 2**20
+        path = (error.filename if isinstance(error, OSError) else None) or path
+        left = "" if path is None else f" There are {shutil.disk_usage(run_dir).free / 2**20:,.0f} MiB left."
         notes = "".join(f" {note}" for note in vars(error).get("__notes__", ()))
         raise DiskError(
-            f"`{named or path}` could not be written: {error}. `{run_dir}` has {free:,.0f} MiB left.{notes} Free space, then go on. "
+            f"{'A file' if path is None else f'`{path}`'} could not be written: {error}.{left}{notes} Free space, then go on. "
             f"{how_to_resume(run_dir, command)}"
         ) from error
 

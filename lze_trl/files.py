@@ -14,6 +14,8 @@ def write_atomically(path: Path, content: bytes):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:  # of a full disk, in which there is no path
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

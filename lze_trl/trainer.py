@@ -515,7 +515,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         with claimed(run_dir), SIGNALS.handled():
             self._is_running = True
             try:
-                with store.disk_errors(run_dir, run_dir, self.resume_command):
+                with store.disk_errors(None, run_dir, self.resume_command):
                     yield
                 ended = "finished"
             except (KeyboardInterrupt, Interrupted) as stop:

@@ -146,17 +146,17 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
     if config.get("distributed_type") == "DEEPSPEED" and config.get("use_cpu"):
         os.environ["DS_ACCELERATOR"] = "cpu"
     read_recipe(namespace.recipe)  # a wrong path is reported before the imports
-    with handling(end_at_once):
+    with handling(end_at_once):  # until a launcher or the training has handlers of its own
         from .recipe import check_recipe
 
         # Before any process is started, so that a typing error is reported once
         arguments = check_recipe([namespace.recipe, *flags])
-    if namespace.dry_run:
-        from .dry_run import dry_run
+        if namespace.dry_run:
+            from .dry_run import dry_run
 
-        dry_run(arguments, int(namespace.num_processes or config.get("num_processes", 1)))
-    else:
-        run_accelerate(command)
+            dry_run(arguments, int(namespace.num_processes or config.get("num_processes", 1)))
+        else:
+            run_accelerate(command)
 
 
 # ---- The others ----

@@ -30,7 +30,7 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..checkpoint import last_complete_checkpoint, refuse_non_checkpoint, set_aside
+from ..checkpoint import disk_errors, last_complete_checkpoint, refuse_non_checkpoint, set_aside
 from ..claim import claimed
 from ..config import LZEGRPOConfig
 from ..data import parse_reference
@@ -181,7 +181,8 @@ def _run(
     try:
         with trainer.running():
             trainer.train(resume_from_checkpoint=checkpoint)
-            accuracy = evaluate_and_save(trainer, sources)
+            with disk_errors(output_dir, output_dir, trainer.resume_command):
+                accuracy = evaluate_and_save(trainer, sources)
     except KeyboardInterrupt as stop:
         if trainer.is_world_process_zero():
             logger.warning(stop.__notes__[-1])

@@ -121,7 +121,13 @@ class Status:
 
     def write(self, directory: Path):
         """Write the file, with the time of now."""
-        write_atomically(directory / STATUS_FILE, json.dumps(asdict(self) | {"time": time.time()}).encode())
+        path, content = directory / STATUS_FILE, json.dumps(asdict(self) | {"time": time.time()}).encode()
+        try:
+            write_atomically(path, content)
+        except OSError:  # of a full disk, where the file that is there has its place
+            with open(path, "r+b") as file:
+                file.write(content)
+                file.truncate()
 
     @classmethod
     def read(cls, directory: Path) -> "Status":
