@@ -204,12 +204,13 @@ def refuse_damaged(checkpoint: Path, num_processes: int):
         missing += sorted(f"`{name}`" for name in shards if not (checkpoint / name).is_file())
     if (latest := checkpoint / "latest").is_file():  # names the folder of DeepSpeed
         own = checkpoint / latest.read_text().strip()
-        count = len(list(own.glob("*zero_pp_rank_*_optim_states.pt"))) or num_processes  # without ZeRO, there are none
-        if count != num_processes or not any(own.glob("*model_states.pt")):
+        counts = {len(list(own.glob(f"*zero_pp_rank_*_{kind}_states.pt"))) for kind in ("model", "optim")}
+        if counts - {0, num_processes} or not any(own.glob("*model_states.pt")):  # 0 where ZeRO shards none
             missing.append(f"`{own.name}`, or states of some of its {num_processes} processes")
     for folder in checkpoint.glob("*_[0-9]*/"):  # of `torch.distributed.checkpoint`, which writes `.metadata` last
-        if any(folder.glob("*.distcp")) and not (folder / ".metadata").is_file():
-            missing.append(f"`{folder.name}/.metadata`")
+        parts = [next(folder.glob(name), None) for name in ("*.distcp", ".metadata")]
+        if parts.count(None) == 1:
+            missing.append(f"part of `{folder.name}`")
     if missing:
         alone = "model" not in missing and "optimizer" in missing
         why = ", as with `save_only_model`" if alone else ""
@@ -219,6 +220,9 @@ def refuse_damaged(checkpoint: Path, num_processes: int):
             _refuse_cut_off(path)
 
 
+_ZIP_END = 22  # bytes of the record at the end of a zip, as PyTorch writes them
+
+
 def _refuse_cut_off(path: Path):
     try:
         if path.suffix == ".safetensors":
@@ -226,10 +230,12 @@ def _refuse_cut_off(path: Path):
                 return
         with open(path, "rb") as file:
             begin = file.read(2)
+            file.seek(max(0, path.stat().st_size - _ZIP_END))
+            end = file.read()
+        if len(begin) < 2 or begin == b"\0\0" or (begin == b"PK" and not end.startswith(b"PK\5\6")):
+            raise CheckpointError(f"`{path}` is empty or cut off")
         if begin == b"PK":
-            zipfile.ZipFile(path).close()  # the directory of a zip is at its end
-        elif begin in (b"", b"\0\0"):
-            raise CheckpointError(f"`{path}` is empty")
+            zipfile.ZipFile(path).close()
     except (SafetensorError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"`{path}` is cut off ({error})") from error
 

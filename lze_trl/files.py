@@ -15,7 +15,9 @@ def write_atomically(path: Path, content: bytes):
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:  # of a full disk, in which there is no path
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
