@@ -150,12 +150,7 @@ def run(
         return _run(script_args, training_args, model_args, before_training)
 
 
-def _run(
-    script_args: LZEScriptArguments,
-    training_args: LZEGRPOConfig,
-    model_args: ModelConfig,
-    before_training: Callable[[LZEGRPOTrainer], None] | None,
-) -> dict[str, float | None]:
+def _run(script_args: Any, training_args: Any, model_args: Any, before_training: Any) -> dict[str, float | None]:
     output_dir = Path(training_args.output_dir)
     with user_errors():
         checkpoint = starting_point(script_args, training_args)
