@@ -1,8 +1,12 @@
 """Saving and loading of what TRL's checkpoint lacks: safetensors and JSON, written atomically, read strictly."""
 
+import errno
 import json
 import re
-from collections.abc import Callable
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import safetensors.numpy
 import torch
 import xxhash
 from accelerate import Accelerator
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -32,6 +36,10 @@ OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iteration
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be written or resumed from; the message says what to do."""
+
+
+class DiskError(OSError):
+    """A file of a run that cannot be written; the message says which, what is safe, and how to go on."""
 
 
 def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
@@ -131,27 +139,39 @@ def is_complete(checkpoint: str | Path) -> bool:
     return Path(checkpoint).name == f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
 
-def _is_whole(checkpoint: Path) -> bool:  # not of `save_only_model`
-    return any(checkpoint.glob("rng_state*.pth"))
+def _description(checkpoint: Path) -> dict[str, Any]:
+    """Description of a checkpoint that can be resumed; `OSError` or `ValueError` if something of it is missing or damaged."""
+    json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    description = load(checkpoint, STATE_NAME)[1]
+    refuse_damaged(checkpoint, description.get("num_processes", 1))
+    return description
 
 
-def last_complete_checkpoint(run_dir: str | Path) -> str | None:
-    """Newest checkpoint of a run that was written to its end and can be resumed, or `None`."""
-    return next((str(path) for path in checkpoints(run_dir) if is_complete(path) and _is_whole(path)), None)
+def last_complete_checkpoint(run_dir: str | Path, tell: Callable[[str], None] | None = None) -> str | None:
+    """
+    Newest checkpoint of a run that was written to its end and can be resumed, or `None`. `tell` gets a sentence on each newer one.
+    """
+    for path in checkpoints(run_dir):
+        try:
+            if is_complete(path):
+                _description(path)
+                return str(path)
+            problem = "it was not written to its end"
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if tell is not None:
+            tell(f"`{path}` is passed over: {problem}.")
+    return None
 
 
 def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     """
-    Refuse a folder that no run can go on from, with a [`CheckpointError`]: missing, no checkpoint of `LZEGRPOTrainer`, or
-    not written to its end. Returns the description of another.
+    Refuse a folder that no run can go on from, with a [`CheckpointError`]: missing, no checkpoint of `LZEGRPOTrainer`, not
+    written to its end, or damaged. Returns the description of another.
     """
     directory = Path(directory)
     try:
-        json.loads((directory / TRAINER_STATE_NAME).read_bytes())
-        description = load(directory, STATE_NAME)[1]
-        if _is_whole(directory):
-            return description
-        problem = "it holds a model without its optimizer"
+        return _description(directory)
     except (OSError, ValueError) as error:
         problem = str(error)
     last = last_complete_checkpoint(directory) or last_complete_checkpoint(directory.parent)
@@ -159,6 +179,65 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     raise CheckpointError(
         f"`{directory}` is no complete checkpoint of `LZEGRPOTrainer`: {problem}. Name a `checkpoint-…` folder of a run{example}."
     )
+
+
+# ---- The files of transformers, accelerate and DeepSpeed ----
+
+_WEIGHTS = [f"{name}.{kind}" for name in ("model", "pytorch_model") for kind in ("safetensors", "bin", "*.index.json")]
+_FILES = {  # of which a checkpoint has one: whole or in shards; of LoRA, with several adapters, of FSDP, of DeepSpeed
+    "model": (*_WEIGHTS, "adapter_model.*", "*/adapter_model.*", "pytorch_model_fsdp*", "latest"),
+    "optimizer": ("optimizer.*", "optimizer_*", "latest"),
+    "learning rate schedule": ("scheduler.pt", "latest"),
+}
+
+
+def refuse_damaged(checkpoint: Path, num_processes: int):
+    """
+    Raise a [`CheckpointError`] if a checkpoint of some processes lacks a file that a resume needs, or has a part of one, which sizes
+    and tables of contents tell.
+    """
+    ranks = [""] if num_processes == 1 else [f"_{rank}" for rank in range(num_processes)]
+    wanted = _FILES | {f"random numbers (`rng_state{rank}.pth`)": (f"rng_state{rank}.pth",) for rank in ranks}
+    missing = [what for what, names in wanted.items() if not any(list(checkpoint.glob(name)) for name in names)]
+    for index in checkpoint.glob("*.index.json"):
+        shards = set(_parsed(index, index.read_bytes(), json.loads)["weight_map"].values())
+        missing += sorted(f"`{name}`" for name in shards if not (checkpoint / name).is_file())
+    if (latest := checkpoint / "latest").is_file():  # names the folder of DeepSpeed
+        own = checkpoint / latest.read_text().strip()
+        counts = {len(list(own.glob(f"*zero_pp_rank_*_{kind}_states.pt"))) for kind in ("model", "optim")}
+        if counts - {0, num_processes} or not any(own.glob("*model_states.pt")):  # 0 where ZeRO shards none
+            missing.append(f"`{own.name}`, or states of some of its {num_processes} processes")
+    for folder in checkpoint.glob("*_[0-9]*/"):  # of `torch.distributed.checkpoint`, which writes `.metadata` last
+        parts = [next(folder.glob(name), None) for name in ("*.distcp", ".metadata")]
+        if parts.count(None) == 1:
+            missing.append(f"part of `{folder.name}`")
+    if missing:
+        alone = "model" not in missing and "optimizer" in missing
+        why = ", as with `save_only_model`" if alone else ""
+        raise CheckpointError(f"it lacks its {', '.join(missing)}{why}")
+    for path in checkpoint.rglob("*"):
+        if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".distcp"):
+            _refuse_cut_off(path)
+
+
+_ZIP_END = 22  # bytes of the record at the end of a zip, as PyTorch writes them
+
+
+def _refuse_cut_off(path: Path):
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "numpy"):  # compares the size with the header
+                return
+        with open(path, "rb") as file:
+            begin = file.read(2)
+            file.seek(max(0, path.stat().st_size - _ZIP_END))
+            end = file.read()
+        if len(begin) < 2 or begin == b"\0\0" or (begin == b"PK" and not end.startswith(b"PK\5\6")):
+            raise CheckpointError(f"`{path}` is empty or cut off")
+        if begin == b"PK":
+            zipfile.ZipFile(path).close()
+    except (SafetensorError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"`{path}` is cut off ({error})") from error
 
 
 # ---- The run that wrote a checkpoint ----
@@ -186,6 +265,34 @@ def how_to_resume(run_dir: str | Path, command: str) -> str:
     if checkpoint is None:
         return f"Stopped. `{run_dir}` holds no checkpoint yet, so the run starts again from its beginning."
     return f"Stopped. To go on from `{checkpoint}`: {command}."
+
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
+# What PyTorch and safetensors say of them, without a number or a path
+_SAID = re.compile(rf"inline_container|PytorchStreamWriter|iostream error|os error ({'|'.join(map(str, _DISK))})\)")
+
+
+@contextmanager
+def disk_errors(path: str | Path | None, run_dir: str | Path, command: str) -> Iterator[None]:
+    """
+    Raise what a full or failing disk causes within the block as a [`DiskError`]. The block writes `path`, if that is known. For
+    `command`, see [`how_to_resume`].
+    """
+    try:
+        yield
+    except DiskError:
+        raise
+    except (OSError, RuntimeError, SafetensorError) as error:
+        of_disk = error.errno in _DISK if isinstance(error, OSError) else _SAID.search(str(error))
+        if not of_disk:
+            raise
+        path = (error.filename if isinstance(error, OSError) else None) or path
+        left = "" if path is None else f" There are {shutil.disk_usage(run_dir).free / 2**20:,.0f} MiB left."
+        notes = "".join(f" {note}" for note in vars(error).get("__notes__", ()))
+        raise DiskError(
+            f"{'A file' if path is None else f'`{path}`'} could not be written: {error}.{left}{notes} Free space, then go on. "
+            f"{how_to_resume(run_dir, command)}"
+        ) from error
 
 
 def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: int, run_dir: str | Path):

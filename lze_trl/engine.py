@@ -102,13 +102,14 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def without_vllm(args: Any, hidden: bool) -> Iterator[None]:
-    """While TRL's constructor runs: hide that vLLM generates, if it is not TRL's own engine that does."""
-    used, args.use_vllm = args.use_vllm, args.use_vllm and not hidden
+def hidden(args: Any, **settings: Any) -> Iterator[None]:
+    """Settings that TRL's constructor sees in place of those of the user: of what this package does itself."""
+    before = {name: vars(args)[name] for name in settings}
+    vars(args).update(settings)
     try:
         yield
     finally:
-        args.use_vllm = used
+        vars(args).update(before)
 
 
 Request = tuple[list[dict[str, Any]], int, np.ndarray | None]

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -11,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations import TrackioCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from . import checkpoint as store
 from . import checks
 from .build import make_geometry, make_state, placeholders
+from .claim import claimed
 from .config import LZEGRPOConfig
-from .engine import Engine, altered, rehearsal, without_vllm
+from .engine import Engine, altered, hidden, rehearsal
 from .fingerprint import fingerprint
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
@@ -44,6 +45,7 @@ from .rollout.guard import RewardError, RewardNotes, checked, left_out, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
+from .signals import SIGNALS, Interrupted
 from .step import GenerationStep
 from .trl_contract import check_releases
 
@@ -51,11 +53,26 @@ from .trl_contract import check_releases
 logger = logging.getLogger(__name__)
 
 
-class CheckpointAtStepEnd(JITCheckpointCallback):
-    """Saves on SIGTERM as transformers does, but never between the backward pass and the optimizer step: rows are in use there."""
+class EndOnSignal(TrainerCallback):
+    """
+    Ends a training after a signal: with `enable_jit_checkpoint`, at the end of the step and with a checkpoint. Transformers' own
+    callback saves in the middle of a step, where rows are in use, and each process when it sees the signal itself.
+    """
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        """Wait for the end of the step."""
+    def on_step_end(self, args, state, control, **kwargs):
+        """Save and stop, if any process has received a signal."""
+        if args.enable_jit_checkpoint:
+            SIGNALS.note(int(gather(torch.tensor([SIGNALS.received], device=args.device)).max()))
+            if SIGNALS.received:
+                control.should_save = control.should_training_stop = True
+                control.should_evaluate = False
+        elif SIGNALS.received:  # whatever has caught what the handler raised
+            raise Interrupted(128 + SIGNALS.received)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """Do not write that checkpoint again, nor evaluate it."""
+        if SIGNALS.received:
+            control.should_save = control.should_evaluate = False
 
 
 def _override(cls: type, name: str) -> str | None:
@@ -157,7 +174,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
         if isinstance(model, str):
             refuse_missing_model(model)
-        with without_vllm(args, hidden=args.over_http):
+        with hidden(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
             super().__init__(
                 model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
             )
@@ -167,9 +184,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
         self.model.add_model_tags(["lze"])
         self.reward_notes, self.episodes, self.answers = RewardNotes(), Episodes(), Engine(self).make_answers()
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, JITCheckpointCallback):
-                callback.__class__ = CheckpointAtStepEnd
+        self.add_callback(EndOnSignal())
+        self.resume_command = "`trainer.train(resume_from_checkpoint=True)`"  # said when the training ends early
+        self._is_running = False
         own_funcs: list[Any] = self.reward_funcs
         for i, func in enumerate(funcs):
             if isinstance(func, GroupReward):
@@ -508,7 +525,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # A trainer that has not trained is not the run whose telemetry `output_dir` may hold
         if self.is_in_train or step.generation:
             step.recorder.record_step(self.state.global_step, step.batches_made, logs)
-            if not self.is_in_train:
+            if not (self.is_in_train or self._is_running):
                 step.recorder.close()
 
     def _flush_at_the_end(self):
@@ -585,9 +602,44 @@ class LZEGRPOTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):  # type: ignore[override]  # the others are passed on
         # Differs from TRL: `True` means the last *complete* checkpoint, and the prompt state is saved at the end
         checks.refuse_nothing_to_train(self.model, self.optimizer)
+        with self.running():
+            return self._train(resume_from_checkpoint, **kwargs)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """
+        A run, whose telemetry says `finished` once the block has ended: a training, by itself or with what is to be written after it.
+        A signal ends it as Ctrl-C does, and the process with the status 128 + its number.
+
+        Raises:
+            OutputFolderError: Another training that is alive has the same `output_dir`.
+            DiskError: The disk is full or fails.
+        """
+        if self._is_running:
+            yield
+            return
+        run_dir, ended = self.args.output_dir, "failed"
+        with claimed(run_dir), SIGNALS.handled():
+            self._is_running = True
+            try:
+                with store.disk_errors(None, run_dir, self.resume_command):
+                    yield
+                ended = "finished"
+            except (KeyboardInterrupt, Interrupted) as stop:
+                SIGNALS.note(signal.SIGINT)
+                stop.add_note(store.how_to_resume(run_dir, self.resume_command))
+                if isinstance(stop, Interrupted) and self.is_world_process_zero():  # Python shows none
+                    logger.warning(stop.__notes__[-1])
+                raise
+            finally:
+                self._is_running = False
+                self.generation_step.recorder.close("interrupted" if SIGNALS.received else ended)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, **kwargs: Any):
         run_dir = self.args.output_dir
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = store.last_complete_checkpoint(run_dir)
+            tell = logger.warning if self.is_world_process_zero() else None
+            resume_from_checkpoint = store.last_complete_checkpoint(run_dir, tell)
             if resume_from_checkpoint is None:
                 raise store.CheckpointError(
                     f"`{run_dir}` holds no complete checkpoint to resume from. Start without "
@@ -605,19 +657,16 @@ class LZEGRPOTrainer(GRPOTrainer):
             known = {"prompts": state, "foresight": state.foresight.model, "gate": state.gate}
             store.load_parts(store.find_state(source), known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
-        ended = "crashed"
+        SIGNALS.waits = self.args.enable_jit_checkpoint
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-            ended = "finished"
-        except KeyboardInterrupt as stop:
-            ended = "stopped"
-            stop.add_note(store.how_to_resume(run_dir, "`trainer.train(resume_from_checkpoint=True)`"))
-            raise
         finally:
+            SIGNALS.waits = False
             Engine(self).training_ended()
             self.generation_step.give_up(Engine(self))
             self._flush_at_the_end()
-            self.generation_step.recorder.close(ended)
+        if SIGNALS.received:
+            raise Interrupted(128 + SIGNALS.received)
         if self.args.should_save:
             self._save_parts(run_dir)
         return result
@@ -649,17 +698,18 @@ class LZEGRPOTrainer(GRPOTrainer):
         # vouches for a checkpoint, after which older ones are deleted
         store.refuse_lost_weights(self.model, self.accelerator, self.state.global_step, self.args.output_dir)
         directory = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
-        if self.args.should_save:  # one that is there already is incomplete from here on
-            Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-        self.generation_step.drain(Engine(self))
-        if rows := self.generation_step.rows_left():
-            store.save(directory, self._rows_name, rows, {})
-        self.generation_step.recorder.flush()  # a resumed run does not record it again
-        if self.args.should_save:
-            self._save_parts(directory)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        with store.disk_errors(directory, self.args.output_dir, self.resume_command):
+            if self.args.should_save:  # one that is there already is incomplete from here on
+                Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
+            self.accelerator.wait_for_everyone()
+            self.generation_step.drain(Engine(self))
+            if rows := self.generation_step.rows_left():
+                store.save(directory, self._rows_name, rows, {})
+            self.generation_step.recorder.flush()  # a resumed run does not record it again
+            if self.args.should_save:
+                self._save_parts(directory)
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
 
     def _resume(self, checkpoint: str):
         """Our parts continue from a checkpoint."""

@@ -26,6 +26,8 @@ ROOMS = {
     "seeding": "",
     "files": "",
     "fingerprint": "",
+    "signals": "",
+    "claim": "",
     "names": "",
     "prompt_checks": "",
     "strategies": "names",
@@ -53,11 +55,10 @@ ROOMS = {
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks config engine fingerprint forecast hub selfplay memory names plan prompt_checks record remote "
-    "rollout select servers "
-    "step trl_contract",
-    "job": "app checkpoint checks config data evaluation files forecast hub names prompt_checks record rewards rollout selfplay settings "
-    "strategies trainer version",
+    "trainer": "app build checkpoint checks claim config engine fingerprint forecast hub selfplay memory names plan prompt_checks record "
+    "remote rollout select servers signals step trl_contract",
+    "job": "app checkpoint checks claim config data evaluation files forecast hub names prompt_checks record rewards rollout selfplay "
+    "settings signals strategies trainer version",
 }
 PURE = (
     "batch seeding select.energy select.selectors select.advantages memory.state memory.posterior memory.foresight "

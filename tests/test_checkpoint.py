@@ -6,16 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig
 
+import tiny
 from lze_trl.checkpoint import (
     SCHEMA_VERSION,
     STATE_NAME,
+    CheckpointError,
     checkpoints,
     find_state,
     is_complete,
     last_complete_checkpoint,
     load,
     load_parts,
+    refuse_non_checkpoint,
     save,
 )
 
@@ -138,7 +144,8 @@ def make_checkpoint(run: Path, step: int) -> Path:
     checkpoint = run / f"checkpoint-{step}"
     save_arrays(checkpoint, STATE_NAME, global_step=step)
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    (checkpoint / "rng_state.pth").touch()
+    for name in ("pytorch_model.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"step": step}, checkpoint / name)
     return checkpoint
 
 
@@ -171,6 +178,99 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path, damage):
     damage(newest)
     assert not is_complete(newest)
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+# ---- Files that are gone, or cut off ----
+
+
+def of_training(run: Path, **settings) -> Path:
+    own = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    tiny.run(run, **own | settings)
+    return run / "checkpoint-2"
+
+
+def in_shards(run: Path) -> Path:
+    checkpoint = of_training(run)
+    (checkpoint / "model.safetensors").unlink()
+    tiny.model().save_pretrained(checkpoint, max_shard_size="10KB")
+    return checkpoint
+
+
+def of_lora(run: Path) -> Path:
+    return of_training(run, trainer={"peft_config": LoraConfig(r=2, target_modules=["q_proj"])})
+
+
+def of_fsdp(run: Path) -> Path:
+    checkpoint = of_training(run)
+    for old, new in (("model.safetensors", "pytorch_model_fsdp_0"), ("optimizer.pt", "optimizer_0")):
+        (checkpoint / old).unlink()
+        dcp.save(tiny.model().state_dict(), checkpoint_id=checkpoint / new, no_dist=True)
+    return checkpoint
+
+
+def of_deepspeed(run: Path) -> Path:
+    checkpoint = of_training(run)
+    for old in ("model.safetensors", "optimizer.pt", "scheduler.pt"):  # its own schedule is in the states
+        (checkpoint / old).unlink()
+    rewrite(checkpoint / f"{STATE_NAME}.json", num_processes=2)
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    torch.save({}, checkpoint / "rng_state_1.pth")
+    (checkpoint / "latest").write_text("global_step2")
+    (checkpoint / "global_step2").mkdir()
+    for rank in range(2):
+        for kind in ("model", "optim"):
+            torch.save({}, checkpoint / f"global_step2/zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+    return checkpoint
+
+
+@pytest.mark.parametrize("layout", [of_training, in_shards, of_lora, of_fsdp, of_deepspeed])
+def test_a_checkpoint_with_a_damaged_file_is_neither_taken_nor_accepted(tmp_path, layout):
+    newest = layout(tmp_path)
+    assert refuse_non_checkpoint(newest)["global_step"] == 2
+    assert last_complete_checkpoint(tmp_path) == str(newest)
+    read = (
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "optimizer*",
+        "scheduler.pt",
+        "rng_state*",
+        "*_fsdp_0",
+        "latest",
+        "global_*",
+        "lze_*",
+    )
+    of_resume = [
+        file for name in read for path in newest.glob(name) for file in [path, *path.rglob("*")] if file.is_file()
+    ]
+    assert len(of_resume) >= 6
+    for file in of_resume:
+        content = file.read_bytes().rstrip(b"\n")
+        for left in (None, 0, 1, len(content) // 2, len(content) - 1):
+            file.unlink()
+            if left is not None:
+                file.write_bytes(content[:left])
+            if file.name == ".metadata" and left is not None:
+                continue  # a pickle, which nobody reads to look at it: PyTorch writes it beside itself and renames it
+            told: list[str] = []
+            assert last_complete_checkpoint(tmp_path, told.append) == str(tmp_path / "checkpoint-1"), (file, left)
+            assert len(told) == 1 and told[0].startswith(f"`{newest}` is passed over: ")
+            with pytest.raises(CheckpointError, match="is no complete checkpoint"):
+                refuse_non_checkpoint(newest)
+            file.touch()
+        file.write_bytes(content)
+    assert last_complete_checkpoint(tmp_path) == str(newest)
+
+
+@pytest.mark.parametrize("gone", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
+def test_what_is_missing_is_named(tmp_path, gone, caplog):
+    newest = of_training(tmp_path)
+    (newest / gone).unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"it lacks .*{'random' if gone == 'rng_state.pth' else gone[:5]}.* such as"
+    ):
+        tiny.make(tmp_path, max_steps=3).train(resume_from_checkpoint=str(newest))
+    tiny.make(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    assert f"`{newest}` is passed over: it lacks" in caplog.text
 
 
 def test_the_state_of_a_run(tmp_path):

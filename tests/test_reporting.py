@@ -73,7 +73,7 @@ class Stops(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("error", "state"),
-    [(None, "finished"), (RuntimeError("out of memory"), "crashed"), (KeyboardInterrupt(), "stopped")],
+    [(None, "finished"), (RuntimeError("out of memory"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_status_of_a_training(tmp_path, error, state):
     trainer = make(tmp_path, [Stops(error)] if error else [], max_steps=2)

@@ -13,6 +13,7 @@ import yaml
 
 from ..evaluation.settings import add_arguments, at_least_one
 from ..names import refuse_missing_model
+from ..signals import ENDING, STARTED_ALONE, end_at_once, handling
 from ..version import __version__
 from . import CHECKOUT, RecipeError, read_recipe, reported_errors
 
@@ -116,16 +117,27 @@ def find_accelerate_config(name: str) -> Path:
 
 
 def run_accelerate(arguments: Sequence[str]):
-    """Run `accelerate launch`. After a Ctrl-C, wait for the job, which says how to resume."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    """Run `accelerate launch`, in a way in which signals reach the training and its exit status comes back."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    signal.signal(signal.SIGINT, lambda *_: None)  # the job gets it as well, from the terminal
+    def become(namespace: argparse.Namespace):
+        command, environment = prepare_simple_launcher_cmd_env(namespace)
+        sys.stdout.flush()
+        os.execvpe(command[0], command, environment | {STARTED_ALONE: str(os.getpid())})
+
+    # One process takes the place of this one: accelerate's launcher would end and leave it behind
+    launch.simple_launcher = become
+    # Several are those of torchrun: it forwards signals, also one that is ignored, as under nohup, and kills what does not end in time
+    forwarded = [number for number in (*ENDING, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in forwarded))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
     # Without a configuration, accelerate warns at each launch about the flags whose defaults it uses
     logging.getLogger("accelerate.commands.launch").setLevel(logging.ERROR)
     try:
-        launch_command(launch_command_parser().parse_args(arguments))
-    except SignalException as received:  # by torchrun, which forwards signals itself
+        launch.launch_command(launch.launch_command_parser().parse_args(arguments))
+    except SignalException as received:
         sys.exit(128 + received.sigval)
 
 
@@ -135,16 +147,17 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
     if config.get("distributed_type") == "DEEPSPEED" and config.get("use_cpu"):
         os.environ["DS_ACCELERATOR"] = "cpu"
     read_recipe(namespace.recipe)  # a wrong path is reported before the imports
-    from .recipe import check_recipe
+    with handling(end_at_once):  # until a launcher or the training has handlers of its own
+        from .recipe import check_recipe
 
-    # Before any process is started, so that a typing error is reported once
-    arguments = check_recipe([namespace.recipe, *flags])
-    if namespace.dry_run:
-        from .dry_run import dry_run
+        # Before any process is started, so that a typing error is reported once
+        arguments = check_recipe([namespace.recipe, *flags])
+        if namespace.dry_run:
+            from .dry_run import dry_run
 
-        dry_run(arguments, int(namespace.num_processes or config.get("num_processes", 1)))
-    else:
-        run_accelerate(command)
+            dry_run(arguments, int(namespace.num_processes or config.get("num_processes", 1)))
+        else:
+            run_accelerate(command)
 
 
 # ---- The others ----

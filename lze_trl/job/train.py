@@ -6,6 +6,15 @@ accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.job.t
 `lze-trl train recipes/….yaml` starts the same.
 """
 
+if __name__ == "__main__":  # under its own name, after imports of many seconds, of which Ctrl-C shows nothing
+    from lze_trl.signals import ENDING, end_at_once, end_with_launcher, handling
+
+    end_with_launcher()
+    with handling(end_at_once):
+        from lze_trl.job import train
+    with handling(end_at_once, ENDING):
+        raise SystemExit(train.main())
+
 import logging
 import math
 import os
@@ -21,7 +30,8 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from ..checkpoint import how_to_resume, last_complete_checkpoint, refuse_non_checkpoint, set_aside
+from ..checkpoint import disk_errors, last_complete_checkpoint, refuse_non_checkpoint, set_aside
+from ..claim import claimed
 from ..config import LZEGRPOConfig
 from ..data import parse_reference
 from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
@@ -34,7 +44,7 @@ from .parts import load_data, load_named, make_evaluations, make_instruction, ma
 from .recipe import LZEScriptArguments, parse_recipe
 
 
-logger = logging.getLogger("lze_trl.job.train")  # by name, since this module is `__main__` under `python -m`
+logger = logging.getLogger(__name__)
 
 
 def build_trainer(
@@ -104,7 +114,8 @@ def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> str 
     """Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any."""
     wanted, checkpoint = str(args.resume_from_checkpoint or "false").lower(), args.resume_from_checkpoint
     if wanted in ("true", "auto"):
-        checkpoint = last_complete_checkpoint(args.output_dir)
+        tell = logger.warning if args.process_index == 0 else None
+        checkpoint = last_complete_checkpoint(args.output_dir, tell)
     elif wanted in ("false", "no", "none"):
         checkpoint = None
     else:
@@ -135,10 +146,16 @@ def run(
     """
     if training_args.disable_tqdm or not sys.stdout.isatty():
         disable_progress_bars()
+    with claimed(training_args.output_dir):  # before anything of an earlier run is touched, and a model is loaded
+        return _run(script_args, training_args, model_args, before_training)
+
+
+def _run(script_args: Any, training_args: Any, model_args: Any, before_training: Any) -> dict[str, float | None]:
     output_dir = Path(training_args.output_dir)
     with user_errors():
         checkpoint = starting_point(script_args, training_args)
         trainer = build_trainer(script_args, training_args, model_args)
+    trainer.resume_command = "the same command with `--resume_from_checkpoint auto`"
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
         if checkpoint is None:
@@ -154,27 +171,42 @@ def run(
         trainer.summary.ends_with_training = False
     if before_training is not None:
         before_training(trainer)
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint)
-    except KeyboardInterrupt:
-        if trainer.is_world_process_zero():
-            logger.warning(how_to_resume(output_dir, "the same command with `--resume_from_checkpoint auto`"))
-        raise
     on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
-    return finish(trainer, on_the_hub[0] if len(on_the_hub) == 1 else on_the_hub)
+    sources = on_the_hub[0] if len(on_the_hub) == 1 else on_the_hub
+    try:
+        with trainer.running():
+            trainer.train(resume_from_checkpoint=checkpoint)
+            with disk_errors(output_dir, output_dir, trainer.resume_command):
+                accuracy = evaluate_and_save(trainer, sources)
+    except KeyboardInterrupt as stop:
+        if trainer.is_world_process_zero():
+            logger.warning(stop.__notes__[-1])
+        raise
+    savings = trainer.savings()
+    publish(trainer, sources)
+    trainer.end()
+    return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
 
 
-def finish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> dict[str, float | None]:
-    """Evaluate, save, report and upload what was trained, on one or several datasets of the Hub; returns what [`run`] returns."""
+def evaluate_and_save(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> dict[str, float | None]:
+    """
+    Evaluate and save what was trained, on one or several datasets of the Hub. Returns the accuracies as
+    [`~lze_trl.record.console.held_out_accuracy`] does.
+    """
     metric = accuracy_metric(trainer.args.pass_reward, trainer.reward_func_names)
     state, of_best = trainer.state, trainer.args.load_best_model_at_end  # whose weights may not be the last ones
     other = of_best and state.best_global_step != state.global_step
     if trainer.eval_dataset is not None and (other or held_out_accuracy(state, metric)["after"] is None):
         trainer.evaluate()
-    accuracy = held_out_accuracy(trainer.state, metric)
-
     trainer.save_model(trainer.args.output_dir)
-    savings = trainer.savings()
+    trainer.save_state()
+    if not trainer.args.push_to_hub:
+        trainer.create_model_card(dataset_name=on_the_hub)
+    return held_out_accuracy(trainer.state, metric)
+
+
+def publish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]):
+    """Write the report of a finished run, upload the model if that is wanted, and show the summary."""
     files: dict[str, Path | str] = {"model": Path(trainer.args.output_dir)}
     summary = trainer.summary if trainer.is_world_process_zero() else None
     if summary is not None:
@@ -182,13 +214,8 @@ def finish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> dict[str, fl
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=on_the_hub)
         files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
-    else:
-        trainer.create_model_card(dataset_name=on_the_hub)
     if summary is not None:
         summary.show(trainer.args, trainer.state, files)
-    trainer.save_state()
-    trainer.end()
-    return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
 
 
 def setup_logging(is_main: bool):
@@ -204,7 +231,3 @@ def main(arguments: Sequence[str] | None = None):
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
     with reported_errors():
         run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
-
-
-if __name__ == "__main__":
-    main()

@@ -113,7 +113,9 @@ class Meta:
 class Status:
     """Content of `status.json`."""
 
-    state: str = "unknown"  # running, finished, stopped (by Ctrl-C) or crashed; unknown without a file
+    state: str = (
+        "unknown"  # running, finished, interrupted (by a signal, as Ctrl-C), failed or crashed; unknown without a file
+    )
     time: float = 0.0  # of the last renewal, in Unix seconds
     max_steps: int = 0  # optimizer steps planned, 0 if unknown
     advice: list[str] = field(default_factory=list)  # sentences that are due, see [`~lze_trl.record.advice.Advice`]
@@ -121,7 +123,13 @@ class Status:
 
     def write(self, directory: Path):
         """Write the file, with the time of now."""
-        write_atomically(directory / STATUS_FILE, json.dumps(asdict(self) | {"time": time.time()}).encode())
+        path, content = directory / STATUS_FILE, json.dumps(asdict(self) | {"time": time.time()}).encode()
+        try:
+            write_atomically(path, content)
+        except OSError:  # of a full disk, where the file that is there has its place
+            with open(path, "r+b") as file:
+                file.write(content)
+                file.truncate()
 
     @classmethod
     def read(cls, directory: Path) -> "Status":

@@ -127,7 +127,7 @@ class TelemetryWriter:
         self.flush()
         if self._failing:
             logger.error("The latest telemetry could not be written to `%s`, and is lost.", self.directory)
-        self._status.state = state
+        self._status.state = "failed" if self._failing and state == "finished" else state
         self._write_status()
 
     def _run(self):
