@@ -10,6 +10,8 @@ import datasets
 from datasets import Dataset, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 
+from ..redaction import without_secrets
+
 
 GYM = "reasoning_gym:"
 """What a reference to problems of `reasoning-gym` begins with."""
@@ -35,7 +37,7 @@ class Reference:
     @property
     def label(self) -> str:
         """Short name, for the `source` column and for messages."""
-        return "/".join(Path(self.path.partition("?")[0]).parts[-2:])
+        return "/".join(Path(without_secrets(self.path).partition("?")[0]).parts[-2:])
 
 
 def parse_reference(text: str) -> Reference:
@@ -72,9 +74,10 @@ def load_table(reference: Reference) -> Dataset:
     try:
         found = _load(reference)
     # A library of its own for each format, with errors that have no more in common
-    except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
+    except (DatasetGenerationError, ImportError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
-        raise DataError(f"{name} cannot be read: {type(cause).__name__}: {cause}") from error
+        told = without_secrets(str(cause)) or "there is nothing in it"
+        raise DataError(f"{name} cannot be read: {type(cause).__name__}: {told}") from error
     tables = [_split_of(loaded, reference.split, name) for loaded in found]
     return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
 
