@@ -8,6 +8,7 @@ from torch import nn
 from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
+from .files import displayed
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
@@ -91,6 +92,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
     corrects = http and args.loss_type == "vespo" and args.vllm_importance_sampling_correction
     allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
     return [
+        (displayed(args.output_dir) != args.output_dir, f"`output_dir` must be a name in UTF-8, which weights are saved under, got {args.output_dir!r}. Give another."),
         (args.alive == "outcome" and args.pass_reward in (None, "total"), "`alive='outcome'` is about a named reward. Set `pass_reward` to that of right answers, or leave `alive` unset."),
         (graded and args.pass_threshold is not None, "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."),
         (graded and str(args.controller).startswith("reinforce_ada"), f"`controller={args.controller!r}` counts passes. Set a `pass_threshold` instead of `reward_range`."),

@@ -45,7 +45,7 @@ ROOMS = {
     "selfplay": "batch data evaluation memory rewards seeding settings",
     "trl_contract": "",
     "config": "memory plan redaction rollout select settings strategies",
-    "checks": "config memory plan rollout select",
+    "checks": "config files memory plan rollout select",
     "checkpoint": "files",
     "hub": "app checkpoint files record redaction remote version",
     "engine": "batch checks evaluation memory pack rollout select",

@@ -39,7 +39,7 @@ from lze_trl.data import PromptStyle
 from lze_trl.selfplay.online import Instruction
 from lze_trl.selfplay.writer import Seeds
 
-directory, secrets, private = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3]
+directory, secrets, private = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), sys.argv[3]
 rows = {"prompt": [f"{i} {private} " for i in range(11)], "patient_name": [f"Ada {private}"] * 11, "level": [1] * 11}
 saves = {"save_strategy": "steps", "save_steps": 1, "hub_strategy": "checkpoint"}
 pushes = {"push_to_hub": True, "hub_model_id": "me/model", "hub_telemetry_id": "me/run", **saves}
@@ -52,10 +52,9 @@ trainer.push_to_hub()
 print(trainer.args)
 
 # The model that writes problems
-count = iter(range(10**6))
-write = lambda exemplars, rng: [f"{private} What is {next(count)} and {rng.integers(10**9)}?" for _ in range(8)]
+write = lambda exemplars, rng: [f"{private} {' '.join(map(str, rng.integers(10**6, size=9)))}" for _ in range(8)]
 instruction = Instruction(Seeds(("1+1=", "2+2=")), PromptStyle(conversational=False), write)
-plays = {"self_play": {"instruct": True}, "max_steps": 1, "push_to_hub": True, "telemetry": True, **saves}
+plays = {"self_play": {"instruct": True, "examples": 2, "own": 1}, "max_steps": 1, "push_to_hub": True, "telemetry": True, **saves}
 plays |= {"hub_model_id": "me/player", "hub_telemetry_id": "me/play", "hub_token": secrets["hub_token"]}
 tiny.run(directory / private / "play", trainer={"instruction": instruction}, **plays).push_to_hub()
 
@@ -89,17 +88,18 @@ def test_no_secret_is_left_anywhere_and_nothing_private_is_pushed(tmp_path, serv
     (tmp_path / "job.py").write_text(RUN)
     work = tmp_path / "work"
     environment = {
-        "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0",
-
-            "HF_HUB_DISABLE_XET": "1",
-            "WANDB_MODE": "offline",
-            "WANDB_DIR": str(work),
-            "TRACKIO_DIR": str(work / "trackio")
-        ,
+        "HF_ENDPOINT": server.endpoint,
+        "HF_HOME": str(tmp_path / "cache"),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(work),
+        "TRACKIO_DIR": str(work / "trackio"),
         "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
     }
     work.mkdir()
-    job = [sys.executable, tmp_path / "job.py", work, json.dumps(SECRETS), PRIVATE, server.folder]
+    (tmp_path / "secrets.json").write_text(json.dumps(SECRETS))
+    job = [sys.executable, tmp_path / "job.py", work, tmp_path / "secrets.json", PRIVATE, server.folder]
     said = run_to_end(job, timeout=400, env=environment)
 
     left = {path: text for path, text in texts_below(work).items() if CANARY in text}
@@ -177,7 +177,7 @@ def test_what_is_no_secret_stays():
         ("/home/ada/runs/one", "one"),
         ("~/runs/one", "one"),
         ("/home/ada", "…"),
-        ("../../ada/base", "base"),
+        ("../../ada/base", "…"),
         (r"C:\Users\ada\one", "one"),
         ("file:///data/sets/a.jsonl", "a.jsonl"),
         ("http://node-7.lan:8000/v1", "http://***/v1"),

@@ -76,7 +76,7 @@ def load_table(reference: Reference) -> Dataset:
     # A library of its own for each format, with errors that have no more in common
     except (DatasetGenerationError, ImportError, OSError, ValueError, RuntimeError, StopIteration) as error:
         cause = error.__cause__ or error
-        told = without_secrets(str(cause)) or "there is nothing in it"
+        told = without_secrets(str(cause).partition("\n")[0]) or "there is nothing in it"
         raise DataError(f"{name} cannot be read: {type(cause).__name__}: {told}") from error
     tables = [_split_of(loaded, reference.split, name) for loaded in found]
     return tables[0] if len(tables) == 1 else concatenate_datasets(tables)

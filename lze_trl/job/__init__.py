@@ -68,9 +68,10 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice in a mapping, of which YAML would take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if repeated := [key for place, key in enumerate(keys) if key in keys[:place]]:
-            raise yaml.constructor.ConstructorError(None, None, f"`{repeated[0]}` is given twice", node.start_mark)
+        keys = [key for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key.value in [earlier.value for earlier in keys[:place]]:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` is given twice", key.start_mark)
         return super().construct_mapping(node, deep)
 
 

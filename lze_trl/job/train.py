@@ -204,7 +204,9 @@ def main(arguments: Sequence[str] | None = None):
     show_all_characters()
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
     with reported_errors(OSError):
-        run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
+        if arguments is None:
+            arguments, sys.argv[3:] = sys.argv[1:], []  # wandb uploads them, and flags may hold secrets
+        run(*parse_recipe(arguments))
 
 
 if __name__ == "__main__":
