@@ -16,7 +16,7 @@ _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
 _PARAMETER = re.compile(r"([?&][\w.-]*(?:token|key|secret|password|signature|sig)=)[^&#\s'\"]+", re.I)
 _HOST_NAME = re.compile(r"_(host|hostname|ip|addr|address)$", re.I)
 _ADDRESS = re.compile(r"(?<=://)[^/\s'\",\])]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
-_PATH = re.compile(r"(?<![^\s'\"=,(\[:])(?:file://)?(?:/|~[\w.-]*/|\.\./|[A-Za-z]:[\\/]|\\\\)[^\s'\",)\]]*")
+_PATH = re.compile(r"(?<![^\s'\"=,(\[:])(?:file://)?(?:/(?!/)|~[\w.-]*/|\.\./|[A-Za-z]:[\\/]|\\\\)[^\s'\",)\]]*")
 
 
 def redacted(value: Any, mark: str | None = HIDDEN, name: str = "") -> Any:

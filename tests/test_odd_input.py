@@ -39,6 +39,8 @@ FILES = {
     "odd/results.json": b"[]",
     "cut/results.json": b'{"tasks"',
 }
+TESTS = Path(__file__).resolve().parent
+PACKAGE = {"PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
 LONG, TRAIN, EVAL = "x" * 300, "train good.yaml", "eval model --tasks train.jsonl"
 HTTP = f"{TRAIN} --use_vllm true --vllm_mode http --vllm_server_urls"
 # The words of a command, and what the line must name
@@ -194,6 +196,7 @@ def test_a_real_command_ends_with_a_status_and_words(folder, words, status, name
     done = subprocess.run(
         [sys.executable, "-m", "lze_trl.job.cli", *words.split()],
         cwd=folder,
+        env=os.environ | PACKAGE,
         capture_output=True,
         text=True,
         timeout=200,
@@ -204,7 +207,7 @@ def test_a_real_command_ends_with_a_status_and_words(folder, words, status, name
 
 @pytest.mark.slow
 def test_a_terminal_of_ascii_shows_what_it_can(folder):
-    encoding = {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C"}
+    encoding = {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", **PACKAGE}
     for words in ("data --help", "forecast runs/good", "train good.yaml --telemetry true", "report runs/good"):
         command = [sys.executable, "-m", "lze_trl.job.cli", *words.split()]
         done = subprocess.run(
