@@ -13,6 +13,7 @@ from trl.distributed import DistributedBackend
 from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
+from .files import displayed
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .plan.planners import Planner
@@ -98,6 +99,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
     corrects = http and args.loss_type == "vespo" and args.vllm_importance_sampling_correction
     allowed = ("token_truncate", "token_mask")  # TRL's own check only sees its own engine
     return [
+        (displayed(args.output_dir) != args.output_dir, f"`output_dir` must be a name in UTF-8, which weights are saved under, got {args.output_dir!r}. Give another."),
         (args.alive == "outcome" and args.pass_reward in (None, "total"), "`alive='outcome'` is about a named reward. Set `pass_reward` to that of right answers, or leave `alive` unset."),
         (graded and args.pass_threshold is not None, "`reward_range` grades outcomes, and `pass_threshold` makes them passes and fails. Set one of them."),
         (graded and str(args.controller).startswith("reinforce_ada"), f"`controller={args.controller!r}` counts passes. Set a `pass_threshold` instead of `reward_range`."),
@@ -105,6 +107,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (reinforce and args.multi_objective_aggregation != "sum_then_normalize", f"{by} needs `multi_objective_aggregation='sum_then_normalize'`. Set it."),
         (reinforce and args.loss_normalizer == "all", f"`loss_normalizer='all'` drops groups that have a gradient by {by}. Use 'selected'."),
         (args.planner == "greso" and args.pruning == "none", "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."),
+        (args.hub_telemetry_texts and args.hub_telemetry_id is None, "`hub_telemetry_texts` go to `hub_telemetry_id`, which is not set. Set it, or leave them unset."),
         (args.hub_telemetry_id is not None and not args.telemetry, "`hub_telemetry_id` uploads telemetry, and `telemetry=False`. Leave one of them unset."),
         (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
         (http and args.max_completion_length is None, "`vllm_mode='http'` asks for a number of tokens, and `max_completion_length` is None. Set it."),

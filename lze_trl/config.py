@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 from trl import GRPOConfig
 
 from .plan.planners import GresoPlanner, Planner, SolvedPlanner
+from .redaction import redacted
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
@@ -183,8 +184,11 @@ class LZEGRPOConfig(GRPOConfig):
             Which completions are recorded: `"none"`, `"sampled"` (in every generation batch, the three live groups of
             highest energy and one group drawn at random) or `"all"`.
         hub_telemetry_id (`str`, *optional*):
-            Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state. The viewer and
-            `state_from` take this name. Recorded prompts and completions become as public as it is.
+            Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state: ids and numbers, and the texts
+            of `hub_telemetry_texts`. The viewer and `state_from` take this name.
+        hub_telemetry_texts (`list[str]`, *optional*):
+            What else goes to `hub_telemetry_id` and becomes as public as it is: `prompt`, `completion`, `images`, and columns of
+            the training set by name. Defaults to none.
         summary (`bool`, *optional*, defaults to `True`):
             Whether the main process shows one readable line at each log and, at the end, a summary and a report of the
             telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
@@ -230,6 +234,7 @@ class LZEGRPOConfig(GRPOConfig):
     telemetry: bool = True
     telemetry_completions: Literal["none", "sampled", "all"] = "sampled"
     hub_telemetry_id: str | None = None
+    hub_telemetry_texts: list[str] | None = None
     summary: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any):
@@ -238,8 +243,17 @@ class LZEGRPOConfig(GRPOConfig):
         return super().__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
-        # `training_args.bin` is uploaded with the model: the token of the Hub stays out of it
-        return vars(self) | {"hub_token": None}
+        # What a checkpoint holds as `training_args.bin`: no tokens and passwords
+        return redacted(vars(self), mark=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        # Differs from transformers: secrets at any depth are hidden. Trackers show what it returns
+        return redacted(super().to_dict())
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"
+
+    __repr__ = __str__
 
     def __copy__(self) -> "LZEGRPOConfig":
         copied = object.__new__(type(self))
@@ -258,6 +272,10 @@ class LZEGRPOConfig(GRPOConfig):
         for name, value in chosen.items():
             if name not in SETTING_BLOCKS and getattr(self, name) is None:
                 setattr(self, name, value)
+        if (
+            vars(self).get("trackio_static_space_id", "") is None
+        ):  # a Space with all that was logged, unless one is named
+            self.trackio_static_space_id = False
         self._check_values()
         super().__post_init__()
         self._fill_blocks()

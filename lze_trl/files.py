@@ -22,6 +22,11 @@ def write_atomically(path: Path, content: bytes):
         temporary.unlink(missing_ok=True)
 
 
+def displayed(name: str) -> str:
+    """A name as text that can be encoded: bytes of it that are no UTF-8 become question marks."""
+    return name.encode(errors="replace").decode()
+
+
 def numbered(path: Path) -> Path:
     """The path with the first number behind it, from `.1` on, that nothing has yet."""
     names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))

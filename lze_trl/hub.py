@@ -1,28 +1,48 @@
 """Runs on the Hugging Face Hub: the model's card; telemetry and state as a dataset repo."""
 
-from contextlib import closing, suppress
+import json
+import logging
+import re
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from huggingface_hub import HfApi
 
-from .checkpoint import REPLACED
+from . import checkpoint as store
 from .files import write_atomically
-from .record import MissingTelemetryError, open_run
+from .record import Meta, MissingTelemetryError, open_run
 from .record.curves import held_out_curves
+from .record.evaluations import FILE, first_and_last, read_results, rows_of, text_table
 from .record.evaluations import FOLDER as EVALUATIONS
-from .record.evaluations import first_and_last, read_results, rows_of, text_table
 from .record.ledger import headline, skipped_visits
-from .record.schema import DIRECTORY
+from .record.schema import DIRECTORY, SQL_TYPES, Status
+from .record.writer import list_parts, write_part
+from .redaction import public, without_secrets
 from .remote import RUN_FILES, STATE_FILES
 from .version import __version__
 
 
+logger = logging.getLogger(__name__)
+
 PICTURE = "lze_summary.png"
 """Picture of the run, beside the model card."""
 
-_PUSHED = [*RUN_FILES, *STATE_FILES, "report/**"]
-_PRIVATE = (f"/{DIRECTORY}/", f"/{DIRECTORY}.*/", "/report/", f"/{EVALUATIONS}/", f"/{REPLACED}.*/")
+_PUSHED = ["README.md", *RUN_FILES, *STATE_FILES, "report/**"]
+# Of a model repo: what has prompts, completions, or places of this machine. Those without a slash also in a checkpoint
+_PRIVATE = (
+    *(f"/{folder}/" for folder in (DIRECTORY, f"{DIRECTORY}.*", "report", EVALUATIONS, f"{store.REPLACED}.*")),
+    *("/completions/", "/runs/", "/trainer_state.json"),
+    *(f"/{store.STATE_NAME}.*", f"{store.ROWS_NAME}_*", "training_args.bin"),
+)
+_PLAIN_TEXTS = ("cause", "name", "ledger")  # columns of names that this package or a reward gives
+_TEXT_NAMES = {"text": "prompt"}  # columns that are asked for by another name
+_STATE_PARTS = ("prompts", "foresight", "gate")  # what another run begins with; no problems that the model wrote
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller", "pruning", "planner", "loss_normalizer"),
     *("num_generations", "generation_batch_size", "learning_rate", "loss_type", "scale_rewards", "beta"),
@@ -30,34 +50,95 @@ _SHOWN_SETTINGS = (
 )
 
 
-def push_run(run_dir: str | Path, repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+@contextmanager
+def left_out(what: str) -> Iterator[None]:
+    """Say that something, such as a card, is left out where it fails: it must not cost the upload of a model."""
+    try:
+        yield
+    except Exception as error:  # whatever it is
+        logger.warning("%s is left out: %s: %s", what, type(error).__name__, without_secrets(str(error)))
+
+
+def push_run(
+    run_dir: str | Path,
+    repo_id: str,
+    private: bool | None = None,
+    token: str | None = None,
+    texts: Collection[str] = (),
+) -> str:
     """
     Upload telemetry, prompt state, report and a card as a dataset repo, which is created if it is missing, `private` or not.
 
-    They replace those of a run that the repo held before. Recorded prompts and completions become as public as the repo.
-    `token` is by default that of `hf auth login`. Returns the address of the repo.
+    They replace those of a run that the repo held before. Only ids and numbers, and the `texts` that are named: `"prompt"`,
+    `"completion"`, `"images"`, and columns of the training set. `token` is by default that of `hf auth login`. Returns the address of
+    the repo.
     """
-    run_dir = Path(run_dir)
-    with suppress(ImportError):  # without `lze_trl[app]` there is no report
-        from .app.report import write_report
+    run_dir = Path(run_dir).resolve()
+    with TemporaryDirectory() as folder:
+        copy = Path(folder, run_dir.name)
+        _copy_public(run_dir, copy, texts)
+        with left_out("The report"), suppress(ImportError):  # without `lze_trl[app]` there is none
+            from .app.report import write_report
 
-        write_report(run_dir)
-    api, repo = HfApi(token=token), cast(dict[str, Any], {"repo_id": repo_id, "repo_type": "dataset"})
-    url = api.create_repo(**repo, private=private, exist_ok=True)
-    api.upload_file(path_or_fileobj=_dataset_card(run_dir, repo_id).encode(), path_in_repo="README.md", **repo)
-    api.upload_folder(folder_path=run_dir, **repo, allow_patterns=_PUSHED, delete_patterns=_PUSHED)
+            write_report(copy)
+        with left_out("The card of the telemetry"):
+            (copy / "README.md").write_text(_dataset_card(copy, repo_id), encoding="utf-8")
+        api, repo = HfApi(token=token), cast(dict[str, Any], {"repo_id": repo_id, "repo_type": "dataset"})
+        url = api.create_repo(**repo, private=private, exist_ok=True)
+        api.upload_folder(folder_path=copy, **repo, allow_patterns=_PUSHED, delete_patterns=_PUSHED)
     return str(url)
 
 
-def keep_private(run_dir: str | Path):
+def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
+    """Write what may be published of a run into an empty folder; files that cannot be read are left out."""
+    source, target = run_dir / DIRECTORY, copy / DIRECTORY
+    target.mkdir(parents=True)
+    meta, status = Meta.read(source), Status.read(source)
+    meta.settings = public(meta.settings)
+    meta.write(target)
+    Status(status.state, max_steps=status.max_steps, advice=public(status.advice)).write(target)
+    for table in SQL_TYPES:
+        for path in list_parts(source / table):
+            with left_out(f"`{path}`"):
+                write_part(target / table / path.name, _without_texts(pq.read_table(path), texts))
+    for name, results in read_results(run_dir).items():
+        numbers = {
+            key: value for key, value in results.get("decoding", {}).items() if not isinstance(value, str | list)
+        }
+        (copy / EVALUATIONS / name).mkdir(parents=True)
+        content = public(results | {"decoding": numbers})
+        write_atomically(copy / EVALUATIONS / name / FILE, json.dumps(content, indent=1).encode())
+    with left_out("The prompt state"), suppress(FileNotFoundError):  # of a run that has not ended
+        states, about = store.load(run_dir, store.STATE_NAME)
+        parts = {name: SimpleNamespace(state_dict=states[name].copy) for name in _STATE_PARTS if name in states}
+        own = ("format", "schema_version", "checksum")
+        store.save(copy, store.STATE_NAME, parts, {name: about[name] for name in about if name not in own})
+
+
+def _without_texts(rows: pa.Table, texts: Collection[str]) -> pa.Table:
+    """Rows of a table with numbers, and of its texts only those that are named."""
+    for place, column in enumerate(rows.schema):
+        name = _TEXT_NAMES.get(column.name, column.name)
+        if column.name == "columns":
+            facts = [json.loads(value) for value in rows["columns"].to_pylist()]
+            shown = [json.dumps({key: one[key] for key in one if key in texts}, ensure_ascii=False) for one in facts]
+            rows = rows.set_column(place, column, pa.array(shown, column.type))
+        elif re.search("string|binary", str(column.type)) and name not in (*texts, *_PLAIN_TEXTS):
+            rows = rows.set_column(place, column, pa.nulls(len(rows), column.type))
+    return rows
+
+
+def keep_private(run_dir: str | Path, writes_problems: bool = False):
     """
-    Keep telemetry and report, which hold prompts and completions, out of the model repo: the trainer of transformers
-    uploads the whole output directory, except what its `.gitignore` names.
+    Keep what holds prompts, completions or places of this machine out of the model repo: the trainer of transformers
+    uploads the whole output directory, except what its `.gitignore` names. The state of a model that `writes_problems` holds them.
     """
     path = Path(run_dir) / ".gitignore"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if path.is_file() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(f"{line}\n" for line in dict.fromkeys([*lines, *_PRIVATE])).encode())
+    rules = [*_PRIVATE, f"{store.STATE_NAME}.*"] if writes_problems else _PRIVATE  # also of checkpoints
+    content = "".join(f"{line}\n" for line in dict.fromkeys([*lines, *rules]))
+    write_atomically(path, content.encode(errors="surrogateescape"))
 
 
 def extend_model_card(run_dir: str | Path):

@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .memory.state import MAX_STREAK
 from .names import near
+from .redaction import redacted
 from .strategies import REMOVED
 
 
@@ -154,7 +155,7 @@ def check_value(name: str, value: Any, hint: Any, block: str = ""):
         return
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if not any(_fits(value, kind) for kind in kinds):
-        raise ValueError(f"{place} must be {' or '.join(map(_in_words, kinds))}, got {value!r}.")
+        raise ValueError(f"{place} must be {' or '.join(map(_in_words, kinds))}, got {redacted(value)!r}.")
     interval = RANGES.get(block, {}).get(name)
     if interval is not None and isinstance(value, Real) and not _contains(interval, float(value)):
         raise ValueError(f"{place} must be in {interval}, got {value}. Give such a number, or leave it unset.")

@@ -75,6 +75,17 @@ class EndOnSignal(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
 
+class TrackioBesideUpload(TrackioCallback):
+    """Does not cost the upload of a model where its Space, which it makes before that, cannot be made."""
+
+    def on_push_begin(self, *args, **kwargs):
+        """Upload what was logged to the Space that is named."""
+        from .hub import left_out
+
+        with left_out("What trackio has logged"):
+            super().on_push_begin(*args, **kwargs)
+
+
 def _override(cls: type, name: str) -> str | None:
     """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
     ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
@@ -574,27 +585,34 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: the card of a finished run says what it has saved
         model_id = self.hub_model_id or self.args.hub_model_id or self.args.output_dir
         tags = ["lze", *([tags] if isinstance(tags, str) else tags or ())]
-        super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
-        if self.args.telemetry and not self.is_in_train and self.is_world_process_zero():
-            from .hub import extend_model_card
+        from .hub import extend_model_card, left_out
 
-            extend_model_card(self.args.output_dir)
+        with left_out("The model card"):  # which TRL writes before it uploads the model
+            super().create_model_card(model_name or Path(model_id).name, dataset_name or None, tags)  # type: ignore[arg-type]  # it takes lists as well
+        if self.args.telemetry and not self.is_in_train and self.is_world_process_zero():
+            with left_out("What the model card says of the run"):
+                extend_model_card(self.args.output_dir)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
+        for callback in self.callback_handler.callbacks:
+            if type(callback) is TrackioCallback:
+                callback.__class__ = TrackioBesideUpload
         if self.is_world_process_zero():
             from .hub import keep_private
 
-            keep_private(self.args.output_dir)
+            keep_private(self.args.output_dir, self.args.self_play["instruct"])
 
     def push_to_hub(self, *args: Any, **kwargs: Any):
         # Differs from TRL: telemetry and prompt state go along on request
         result = super().push_to_hub(*args, **kwargs)
         if self.args.hub_telemetry_id is not None and self.is_world_process_zero():
-            from .hub import push_run
+            from .hub import left_out, push_run
 
-            push_run(self.args.output_dir, self.args.hub_telemetry_id, self.args.hub_private_repo, self.args.hub_token)
+            to, private, texts = self.args.hub_telemetry_id, self.args.hub_private_repo, self.args.hub_telemetry_texts
+            with left_out(f"Telemetry for `{to}`"):
+                push_run(self.args.output_dir, to, private, self.args.hub_token, texts or ())
         return result
 
     # ---- Checkpoints ----

@@ -4,6 +4,7 @@ import base64
 import json
 import sys
 import threading
+from fnmatch import fnmatch
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -64,10 +65,10 @@ class Hub(BaseHTTPRequestHandler):
             )
         if path.endswith("/preupload/main"):
             asked = json.loads(body)
-            # Of .gitignore, what this package writes: folders at the root
-            ignored = tuple(line.removeprefix("/") for line in asked.get("gitIgnore", "").splitlines())
+            own = root / ".gitignore"  # that of the repository, where none is uploaded
+            rules = asked.get("gitIgnore") or (own.read_text() if own.is_file() else "")
             files = [{"path": file["path"], "uploadMode": "regular"} for file in asked["files"]]
-            files = [file | {"shouldIgnore": file["path"].startswith(ignored)} for file in files]
+            files = [file | {"shouldIgnore": is_ignored(file["path"], rules.splitlines())} for file in files]
             return self.reply_json({"files": files})
         for entry in map(json.loads, body.decode().splitlines()):
             file = root / entry["value"].get("path", "")
@@ -94,6 +95,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+
+def is_ignored(path: str, rules: list[str]) -> bool:
+    """As git does for the rules that this package writes: those with a slash are of the root, others of every folder."""
+    places = {rule: [path, path.split("/")[0]] if rule.startswith("/") else path.split("/") for rule in rules}
+    return any(fnmatch(place, rule.strip("/")) for rule, found in places.items() for place in found)
 
 
 def entries(root: Path) -> list[dict]:
@@ -177,11 +184,12 @@ def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_s
 def test_rules_of_the_user_stay(tmp_path):
     new, own = tmp_path / "new" / ".gitignore", tmp_path / ".gitignore"
     hub.keep_private(new.parent)
-    assert new.read_text() == "/telemetry/\n/telemetry.*/\n/report/\n/evaluations/\n/replaced.*/\n"
+    rules = new.read_text()
+    assert rules.startswith("/telemetry/\n/telemetry.*/\n/report/\n/evaluations/\n/replaced.*/\n/completions/\n")
     own.write_text("*.pt\n/report/")
     for _ in range(2):
         hub.keep_private(tmp_path)
-        assert own.read_text() == "*.pt\n/report/\n/telemetry/\n/telemetry.*/\n/evaluations/\n/replaced.*/\n"
+        assert own.read_text() == "*.pt\n/report/\n" + rules.replace("/report/\n", "")
 
 
 def test_directories_need_no_hub(run_dir):

@@ -7,6 +7,8 @@ from typing import Any
 
 import gradio as gr
 import plotly
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from ..record import Run, TelemetryError
 from ..record.curves import evaluated
@@ -17,6 +19,7 @@ from .runs import RunBook
 
 
 TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
+_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 _REFRESH_SECONDS = 1.0  # after which the page asks for what is new
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _COMPARED = 4  # charts that runs are compared by, at most
@@ -54,6 +57,9 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
         head=f"""<style>{(Path(__file__).parent / "style.css").read_text(encoding="utf-8")}</style>
             <script defer src="gradio_api/file={_PLOTLY}"></script>""",
         allowed_paths=[str(_PLOTLY)],
+        # A page of another name that leads to this machine (DNS rebinding) gets no answer; elsewhere, names are not known
+        app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL)] if host in _LOCAL else []},
+        max_file_size=0,  # nothing on the page uploads a file
         footer_links=[],
         ssr_mode=False,
         share=False,

@@ -87,7 +87,8 @@ def _draw_summary(run: Run) -> Figure:
     lowest = min([0.0, points["reward_mean"].min(), *(values.min() for values in known.values())])
     outcomes.set(title=f"{outcome.capitalize()} and reward", xlabel="step", ylim=(lowest, None))
     outcomes.grid(alpha=0.3)
-    outcomes.legend(frameon=False, fontsize=8)
+    for text in outcomes.legend(frameon=False, fontsize=8).get_texts():
+        text.set_parse_math(False)  # a `$` in the name of a task or a reward is one
     steps, shares = energy_heat_map(run)
     live = 100 * shares[:, 1:].T
     edges = np.concatenate([[steps[0] - 1], steps]) if (np.diff(steps) > 0).all() else np.arange(len(steps) + 1)

@@ -3,6 +3,7 @@
 import threading
 from pathlib import Path
 
+from ..files import displayed
 from ..record import MissingTelemetryError, Run, open_run
 from ..record.schema import DIRECTORY, META_FILE, STATUS_FILE
 from ..remote import resolve
@@ -22,6 +23,7 @@ class RunBook:
         """Look for new runs. Runs that are already open stay open."""
         folders: dict[str, str] = {}
         for name, folder in (found for source in self._sources for found in _runs_below(source)):
+            name = displayed(name)
             id, count = name, 2
             while id in folders:
                 id, count = f"{name}-{count}", count + 1

@@ -12,6 +12,8 @@ from datasets import Dataset, concatenate_datasets
 from datasets.exceptions import DatasetGenerationError
 from datasets.table import CastError
 
+from ..redaction import without_secrets
+
 
 GYM = "reasoning_gym:"
 """What a reference to problems of `reasoning-gym` begins with."""
@@ -40,7 +42,7 @@ class Reference:
     @property
     def label(self) -> str:
         """Short name, for the `source` column and for messages."""
-        return "/".join(Path(self.path.partition("?")[0]).parts[-2:])
+        return "/".join(Path(without_secrets(self.path).partition("?")[0]).parts[-2:])
 
 
 def parse_reference(text: str) -> Reference:
@@ -77,7 +79,7 @@ def load_table(reference: Reference) -> Dataset:
     try:
         found = _load(reference)
     # A library of its own for each format, with errors that have no more in common
-    except (DatasetGenerationError, OSError, ValueError, RuntimeError, StopIteration) as error:
+    except (DatasetGenerationError, ImportError, OSError, ValueError, RuntimeError, StopIteration) as error:
         raise unreadable(reference, error) from error
     tables = [_split_of(loaded, reference.split, name) for loaded in found]
     return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
@@ -93,7 +95,8 @@ def unreadable(reference: Reference, error: BaseException) -> DataError:
     """The error for a dataset that a library cannot read, with the first line of a local file that is to blame."""
     cause, place = error.__cause__ or error, Path(reference.path)
     files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
-    blamed = next(filter(None, map(_damage, files)), f"{type(cause).__name__}: {cause}")
+    told = without_secrets(str(cause).partition("\n")[0]) or "there is nothing in it"
+    blamed = next(filter(None, map(_damage, files)), f"{type(cause).__name__}: {told}")
     return DataError(f"{reference.label!r} cannot be read: {blamed}")
 
 

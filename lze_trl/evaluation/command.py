@@ -1,7 +1,6 @@
 """What `lze-trl eval` does with its flags."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ import datasets
 import pandas as pd
 from transformers.utils.logging import disable_progress_bar
 
-from ..record.evaluations import FILE, FOLDER, interval_text, rows_of, text_table
+from ..record.evaluations import FILE, FOLDER, interval_text, read_file, rows_of, text_table
 from ..rewards import get_reward
 from .engines import Sampler, ServerEngine, TransformersEngine
 from .run import Evaluation, read_samples
@@ -86,7 +85,9 @@ def check_comparable(folder: Path, evaluation: Evaluation):
             f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model first, with the same "
             "flags, and give the folder that the command names."
         )
-    both = json.loads((folder / FILE).read_text(encoding="utf-8")), evaluation.settings
+    both = read_file(folder / FILE), evaluation.settings
+    if not both[0]:
+        raise EvaluationError(f"`{folder / FILE}` holds no results of an evaluation. Evaluate that model anew.")
     if missing := sorted(set(evaluation.tasks) - set(both[0]["tasks"])):
         raise EvaluationError(
             f"`{folder}` has no results of the tasks {missing}. Evaluate that model on them first, or leave them out."

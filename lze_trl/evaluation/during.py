@@ -54,7 +54,10 @@ class TaskEvaluation(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         if self._evaluated != state.global_step:
-            self._evaluate(args, state)
+            try:
+                self._evaluate(args, state)
+            except Exception:  # the model, which is to be saved and uploaded, must not be lost by it
+                logger.exception("The last evaluation on tasks is left out. Repeat it with `lze-trl eval`.")
 
     def _log(self, metrics: dict[str, float]):
         due = self._trainer.control.should_log

@@ -88,7 +88,7 @@ class TransformersEngine:
                 use_safetensors=True,  # no pickle
             )
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two of a `dtype`
             raise EvaluationError(
                 f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer, or a Hub id."
             ) from error

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from trl.trainer.utils import get_callable_name
 
 from ..files import write_atomically
-from ..record.evaluations import FILE
+from ..record.evaluations import FILE, read_file
 from ..rewards import RewardFunction, accuracy_reward, reasoning_gym_reward
 from ..rewards.grading import after_thinking, thinking_prefix
 from ..rewards.gym import COLUMN
@@ -79,7 +79,7 @@ class Evaluation:
         """
         folder.mkdir(parents=True, exist_ok=True)
         settings, path = {"model": engine.name, **self.settings}, folder / FILE
-        before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        before = read_file(path) if path.is_file() else {}
         tasks = before["tasks"] if {name: before.get(name) for name in settings} == settings else {}
         if not tasks:  # they are of samples that are replaced from here on
             path.unlink(missing_ok=True)
@@ -116,8 +116,11 @@ class Evaluation:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a task's file."""
-    return [Sample(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    """The samples of a task's file; an [`EvaluationError`] if it cannot be read."""
+    try:
+        return [Sample(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    except (OSError, TypeError, ValueError) as error:
+        raise EvaluationError(f"The samples in `{path}` cannot be read: {error}. Evaluate that model anew.") from error
 
 
 def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, float]]:

@@ -1,6 +1,7 @@
 """How completions of an evaluation are decoded, and the flags. Imports nothing heavy."""
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Decoding:
 
     def __post_init__(self):
         for name, allowed, is_allowed in (
-            ("temperature", "at least 0", self.temperature >= 0),
+            ("temperature", "a number of at least 0", 0 <= self.temperature < math.inf),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("top_k", "at least 0, which is all tokens", self.top_k >= 0),
             ("max_tokens", "at least 1", self.max_tokens is None or self.max_tokens >= 1),
@@ -68,7 +69,7 @@ def add_arguments(add: Callable):
 
 def at_least_one(text: str) -> int:
     """The type of a flag that counts something."""
-    if int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
 

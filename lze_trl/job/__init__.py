@@ -1,6 +1,8 @@
 """The job around the trainer: recipes, the command, training and forecasts. This module imports nothing slow."""
 
+import io
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +12,7 @@ from typing import Any
 import yaml
 
 from ..names import near
+from ..redaction import without_secrets
 
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -27,8 +30,16 @@ def user_errors() -> Iterator[None]:
     """Raise what a recipe may cause as [`RecipeError`], which commands show without a traceback."""
     try:
         yield
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        raise RecipeError(str(error)) from error
+    except OSError as error:
+        path = f"`{error.filename}` cannot be used: {error.strerror}. Give another path, or mend this one."
+        raise RecipeError(path if error.filename and error.strerror else str(error)) from error
+    except (ValueError, TypeError, ImportError) as error:
+        raise RecipeError(str(error) or type(error).__name__) from error
+    except Exception as error:  # of a library that was given what it does not expect, or of a module of the user's
+        if type(error).__module__.startswith("lze_trl."):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise RecipeError(f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})") from error
 
 
 @contextmanager
@@ -44,18 +55,37 @@ def reported_errors(*expected: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not (type(error).__module__.startswith(("lze_trl.", "wandb.errors")) or isinstance(error, expected)):
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {without_secrets(' '.join(str(error).split()))}")
 
 
-def read_recipe(path: str | Path) -> dict[str, Any]:
-    """Keys and values of a recipe. [`RecipeError`] is raised if it cannot be read or is no YAML mapping."""
+def show_all_characters():
+    """Let this process show a question mark where the terminal lacks a character, such as × in ASCII."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value]
+        for place, key in enumerate(keys):
+            if key.value in [earlier.value for earlier in keys[:place]]:
+                raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_recipe(path: str | Path, kind: str = "recipe") -> dict[str, Any]:
+    """Keys and values of a recipe, or file of another `kind`. [`RecipeError`] is raised if it cannot be read or is no YAML mapping."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # a safe one
     except FileNotFoundError:
         recipes = [str(recipe) for root in (Path(), CHECKOUT) for recipe in (root / "recipes").rglob("*.yaml")]
         raise RecipeError(f"There is no recipe `{path}`.{near_names(str(path), recipes)}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"The recipe `{path}` cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise RecipeError(
+            f"The {kind} `{path}` cannot be read: {error}. Give a text file of YAML, `key: value` in each line."
+        ) from error
     if not isinstance(content, dict):
-        raise RecipeError(f"The recipe `{path}` must be a YAML mapping of keys to values.")
+        raise RecipeError(f"The {kind} `{path}` must be a YAML mapping of keys to values.")
     return content

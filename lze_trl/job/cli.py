@@ -9,13 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..evaluation.settings import add_arguments, at_least_one
 from ..names import refuse_missing_model
 from ..signals import ENDING, STARTED_ALONE, end_at_once, handling
 from ..version import __version__
-from . import CHECKOUT, RecipeError, read_recipe, reported_errors
+from . import CHECKOUT, RecipeError, read_recipe, reported_errors, show_all_characters, user_errors
 
 
 LAUNCH_FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
@@ -24,12 +22,15 @@ LAUNCH_FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_i
 
 def main(arguments: Sequence[str] | None = None):
     """Entry point of the console command."""
+    show_all_characters()
     parser = build_parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        return parser.print_help()
     namespace, flags = parser.parse_known_args(arguments)
     if flags and namespace.command not in (_train, _forecast):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     sys.path.append(os.getcwd())  # a training, which is `python -m …`, finds modules of the user there
-    with reported_errors(OSError):
+    with reported_errors(), user_errors():
         try:
             namespace.command(namespace, flags)
         except ModuleNotFoundError as error:
@@ -64,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     known = "a file under accelerate_configs/, by name (zero3) or path; default: accelerate's own"
     train("--accelerate_config", "--accelerate-config", metavar="NAME", help=known)
     for flag in LAUNCH_FLAGS:
-        train(f"--{flag}", metavar="VALUE", help="passed to `accelerate launch`")
+        kind = str if flag == "main_process_ip" else int if flag == "machine_rank" else at_least_one
+        train(f"--{flag}", metavar="VALUE", type=kind, help="passed to `accelerate launch`")
 
     data = add(_data)
     data("references", metavar="DATASET", nargs="+", help="Hub id, which ?config=…&split=… may follow, or local file")
@@ -78,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     app = add(_app)
     app("runs", metavar="RUN", nargs="*", help="output folder of a run, a folder of runs, or Hub id of telemetry")
     app("--host", default="127.0.0.1", help="address to listen on; the app has no login")
-    app("--port", type=int, help="port to listen on; default: the first free one from 7860 on")
+    app("--port", type=_port, help="port to listen on; default: the first free one from 7860 on")
 
     forecast = add(_forecast, "SOURCE [--num_prompts N]")
     forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
@@ -90,6 +92,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {2**16 - 1}, got {text}")
+    return int(text)
+
+
 # ---- train ----
 
 
@@ -98,11 +106,11 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
     command, config = ["--quiet"], {}  # the job reports an error once, and not again by the launcher
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = read_recipe(path, "accelerate configuration")
         command += ["--config_file", str(path)]
     for flag in LAUNCH_FLAGS:
         if vars(namespace)[flag] is not None:
-            command += [f"--{flag}", vars(namespace)[flag]]
+            command += [f"--{flag}", str(vars(namespace)[flag])]
     return [*command, "-m", "lze_trl.job.train", "--config", namespace.recipe, *flags], config
 
 

@@ -2,6 +2,7 @@
 # ruff: noqa: RUF009 - HfArg returns a field
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
@@ -133,12 +134,25 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
         values = vars(parser.parse_args(arguments))  # text is converted, `1e-6` for example
     except argparse.ArgumentError as error:
         raise RecipeError(f"{error}.") from error
+    for name in LZEGRPOConfig._VALID_DICT_FIELDS:
+        _refuse_unreadable_mapping(name, values[name])
     hints = {name: hint for recipe_class in RECIPE_CLASSES for name, hint in get_type_hints(recipe_class).items()}
     with user_errors():
         settings_of(values["strategy"])
         for name in recipe.keys() - {"strategy", "resume_from_checkpoint"}:  # which may be true
             check_value(name, values[name], hints[name])
     return arguments
+
+
+def _refuse_unreadable_mapping(name: str, value: Any):
+    """Refuse a text that is meant as the JSON of a mapping and is none; it may hold a secret, and is not repeated."""
+    if isinstance(value, str) and (name.endswith("_kwargs") or value.lstrip().startswith("{")):
+        try:
+            is_mapping, problem = isinstance(json.loads(value), dict), "it is something else"
+        except ValueError as error:
+            is_mapping, problem = False, str(error)
+        if not is_mapping:
+            raise RecipeError(f"`{name}` must be a mapping, on a command line JSON such as '{{\"a\": 1}}': {problem}.")
 
 
 def _refuse(unknown: str):

@@ -39,7 +39,7 @@ from ..names import refuse_missing_model
 from ..record.console import held_out_accuracy
 from ..record.curves import accuracy_metric
 from ..trainer import LZEGRPOTrainer
-from . import RecipeError, reported_errors, user_errors
+from . import RecipeError, reported_errors, show_all_characters, user_errors
 from .parts import load_data, load_named, make_evaluations, make_instruction, make_rewards
 from .recipe import LZEScriptArguments, parse_recipe
 
@@ -228,6 +228,9 @@ def setup_logging(is_main: bool):
 
 def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m lze_trl.job.train`."""
+    show_all_characters()
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
-    with reported_errors():
-        run(*parse_recipe(sys.argv[1:] if arguments is None else arguments))
+    with reported_errors(OSError):
+        if arguments is None:
+            arguments, sys.argv[3:] = sys.argv[1:], []  # wandb uploads them, and flags may hold secrets
+        run(*parse_recipe(arguments))

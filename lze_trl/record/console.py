@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,12 +64,11 @@ class RunSummary(TrainerCallback):
         known = [(label, form, logs[name]) for name, label, form in shown if logs and logs.get(name) is not None]
         if known and state.is_world_process_zero:
             line = "  ".join(f"{label} {form.format(float(value))}" for label, form, value in known)
-            tqdm.write(f"step {state.global_step:>5}  {line}")  # above the progress bar, if there is one
+            _write(f"step {state.global_step:>5}  {line}")
             for cause, sentence in self.advice(False).items():
                 if cause not in self._advised:
-                    tqdm.write(f"advice: {sentence}")
+                    _write(f"advice: {sentence}")
                     self._advised.add(cause)
-            sys.stdout.flush()  # a log file is read while it grows
 
     def on_train_end(self, args, state, control, **kwargs: Any):
         if self.ends_with_training and state.is_world_process_zero:
@@ -97,7 +97,15 @@ class RunSummary(TrainerCallback):
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
         lines += [f"{label + ':':<11}{path}" for label, path in files.items()]
-        sys.stdout.write("\n".join(["", *lines, ""]))
+        _write("\n".join(["", *lines]))
+
+
+def _write(text: str):
+    """Write lines above the progress bar, if there is one. A terminal that lacks their characters, or is gone, ends no training."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    with suppress(OSError, ValueError):
+        tqdm.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()  # a log file is read while it grows
 
 
 def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_bar: bool):

@@ -1,12 +1,18 @@
 """Results of evaluations in the folder of a run, and their tables. Imports neither torch nor scipy."""
 
 import json
+import logging
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from ..files import displayed
+
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "evaluations"
 """Folder of evaluations within a run's folder, with one folder each."""
@@ -18,7 +24,23 @@ RESULT_FILES = f"{FOLDER}/*/{FILE}"
 def read_results(run_dir: str | Path) -> dict[str, dict[str, Any]]:
     """Results of all evaluations of a run that have ended, by name; those of steps come in their order."""
     files = sorted(Path(run_dir).glob(RESULT_FILES))
-    return {path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in files}
+    return {displayed(path.parent.name): results for path in files if (results := read_file(path))}
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Results of one evaluation: none of a file that is damaged, or of something else, which is said once."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        rows_of({"": results})
+        return dict(results)
+    except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        _warn_once(path, repr(error))
+    return {}
+
+
+@cache
+def _warn_once(path: Path, problem: str):
+    logger.warning("`%s` holds no results of an evaluation, and is left out: %s", path, problem)
 
 
 def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

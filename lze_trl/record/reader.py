@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
+from ..files import displayed
 from .schema import DIRECTORY, META_FILE, SQL_TYPES, Meta, MissingTelemetryError, Status, TelemetryError
 from .writer import list_parts
 
@@ -20,6 +22,7 @@ _LOADED = ("generations", "steps")  # small tables, of which every view of the a
 PAID = "dead - coalesce(stopped, 0)"
 """Of a row of `generations`, the dead groups that were drawn in full."""
 
+_PATTERN = re.compile(r"[\[\]*?{}]|[\udc80-\udcff]")  # in a path, DuckDB may read it as a pattern, or cannot take it
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
 STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored", "stopped")
@@ -82,12 +85,23 @@ class Run:
         self.version: tuple | None = None  # changes when `refresh` finds something new
         self._has_states = False  # whether the states of the prompts are those of this version
         self._database: duckdb.DuckDBPyConnection | None = None  # while it is not closed
+        self._link: tempfile.TemporaryDirectory | None = None  # another path to the folder, if DuckDB needs one
         self.refresh()
 
     @property
     def name(self) -> str:
         """Name of the run's directory."""
-        return self.directory.parent.name if self.directory.name == DIRECTORY else self.directory.name
+        return displayed(self.directory.parent.name if self.directory.name == DIRECTORY else self.directory.name)
+
+    @property
+    def _folder(self) -> Path:
+        """The folder by a path that DuckDB takes as it is written."""
+        if not _PATTERN.search(str(self.directory)):
+            return self.directory
+        if self._link is None:
+            self._link = tempfile.TemporaryDirectory(prefix="lze-trl-")
+            Path(self._link.name, "run").symlink_to(self.directory, target_is_directory=True)
+        return Path(self._link.name, "run")
 
     def close(self):
         """Release the query engine's memory; the next query opens it again."""
@@ -116,8 +130,8 @@ class Run:
         if self._database is None:
             self._database = duckdb.connect(":memory:", config={"threads": 2, "memory_limit": "1GB"})
             # In the cache of the Hub, files are links to another folder
-            folders = self.directory, (self.directory / META_FILE).resolve().parent
-            allowed = ", ".join(_quoted(f"{folder}{os.sep}") for folder in folders)
+            folders = self._folder, (self.directory / META_FILE).resolve().parent
+            allowed = ", ".join(_quoted(displayed(f"{folder}{os.sep}")) for folder in folders)
             self._database.execute(f"""SET parquet_metadata_cache = true;
                 SET allowed_directories = [{allowed}]; SET enable_external_access = false;
                 SET lock_configuration = true""")
@@ -128,7 +142,7 @@ class Run:
             rows = f"(SELECT {empty} WHERE false)"
             if self._parts[table]:
                 # No folder above them that is named `key=value` adds a column
-                files = ", ".join(_quoted(str(path)) for path in self._parts[table])
+                files = ", ".join(_quoted(str(self._folder / table / path.name)) for path in self._parts[table])
                 files = f"[{files}], union_by_name = true, hive_partitioning = false"
                 rows += f" UNION ALL BY NAME FROM read_parquet({files})"
             query = f"SELECT * REPLACE ({casts}) FROM ({rows})"
@@ -145,7 +159,8 @@ class Run:
             rows = database.sql(query, params=parameters or [])
             return None if rows is None else rows.to_arrow_table()
         except duckdb.Error as error:
-            raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {error}") from error
+            cause = str(error).partition("\n")[0]
+            raise TelemetryError(f"The telemetry of `{self.name}` cannot be read: {cause}") from error
 
     def arrow(self, query: str, parameters: list[Any] | None = None) -> pa.Table:
         """Run DuckDB SQL over the run's tables, with `?` for parameters."""

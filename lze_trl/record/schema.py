@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
+from ..redaction import redacted
 from ..version import __version__
 
 
@@ -82,7 +83,9 @@ class Meta:
 
     def write(self, directory: Path):
         """Write the file atomically."""
-        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, default=str)
+        content = json.dumps(
+            {"format": FORMAT, **asdict(self), "settings": redacted(self.settings)}, indent=2, default=str
+        )
         write_atomically(directory / META_FILE, content.encode())
 
     @classmethod
@@ -92,6 +95,7 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
+                content["settings"] = redacted(dict(content["settings"]))  # of a version that wrote them down
                 return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
         except FileNotFoundError:
             raise MissingTelemetryError(

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from ..redaction import without_secrets
+
 
 _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it is
 # What reading an answer of another form raises
@@ -105,13 +107,24 @@ class VLLMServer:
     """
 
     def __init__(self, url: str, request_timeout: float):
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(
-                f"A vLLM server is given by its base URL, such as 'http://127.0.0.1:8000' (`vllm_server_urls`), got {url!r}."
+        try:
+            parts = urlsplit(url)
+            known = (
+                parts.scheme in ("http", "https")
+                and parts.hostname
+                and parts.port != 0
+                and not set(url) & set(" \t\n")
             )
-        self.url = url.rstrip("/").removesuffix("/v1")  # with which OpenAI's clients want it
-        self.host, self.request_timeout = parts.hostname, request_timeout
+        except ValueError:  # of a port or an address
+            known = False
+        if not known:
+            raise ValueError(
+                "A vLLM server is given by its base URL with a port up to 65535, such as 'http://127.0.0.1:8000' "
+                f"(`vllm_server_urls`), got {without_secrets(url)!r}."
+            )
+        self._base = url.rstrip("/").removesuffix("/v1")  # with which OpenAI's clients want it
+        self.url = without_secrets(self._base)  # as it is shown
+        self.host, self.request_timeout = str(parts.hostname), request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
         self._same: SameAnswers | None = None
@@ -142,7 +155,7 @@ class VLLMServer:
         try:
             async with (
                 asyncio.timeout(self.request_timeout),  # that of the HTTP library is one between bytes
-                http.stream(method, self.url + path, json=body) as response,
+                http.stream(method, self._base + path, json=body) as response,
             ):
                 async for part in response.aiter_bytes():  # unpacked, in small parts
                     content += part
