@@ -333,7 +333,7 @@ def _wanted(error: BaseException | None) -> float:
 
 def _retrying(stop: Callable[[RetryCallState], bool], longest: Callable[[], float]) -> AsyncRetrying:
     def wait(state: RetryCallState) -> float:
-        error = state.outcome and state.outcome.exception()
+        error: Any = state.outcome and state.outcome.exception()
         return max(0.0, min(max(_wanted(error), _pause(state.attempt_number)), longest()))
 
     return AsyncRetrying(retry=retry_if_exception_type(UnansweredError), wait=wait, stop=stop, reraise=True)
