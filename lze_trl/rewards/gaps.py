@@ -282,7 +282,7 @@ def is_really_equal(gold: Any, answer: Any) -> bool:
     for one, other in ((gold, answer), (answer, gold)):
         if isinstance(one, Relational) and all(map(_is_number, one.args)):
             is_derivation = isinstance(one, sympy.Eq) and isinstance(other, sympy.Expr)
-            return _are_near(*one.args, _DERIVED) if is_derivation else one == other
+            return _are_near(one.args[0], one.args[1], _DERIVED) if is_derivation else one == other
         is_inequality = isinstance(one, (Relational, sympy.And)) and not isinstance(one, sympy.Eq)
         if is_inequality and isinstance(other, (sympy.FiniteSet, sympy.Tuple)):
             return False

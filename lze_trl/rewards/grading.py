@@ -170,10 +170,10 @@ def last_boxed(text: str, braced: bool = False) -> str | None:
             if box and not _WORD.search(box.partition("\n")[0]):
                 return None if braced else box
             continue
-        box = _braced(rest)
-        if box is None or not is_blank(box):
-            return box
-        blank = blank or box
+        content = _braced(rest)
+        if content is None or not is_blank(content):
+            return content
+        blank = blank or content
     return blank or None
 
 
