@@ -211,8 +211,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             Engine(self).connect(generation)
         left_out = ""
         if recurring:
-            self.train_dataset, left_out = self._fitting(self.train_dataset, "training set")
-        self.eval_dataset, _ = self._fitting(self.eval_dataset, "evaluation set")
+            vars(self)["train_dataset"], left_out = self._fitting(train_dataset, "training set")
+        vars(self)["eval_dataset"], _ = self._fitting(self.eval_dataset, "evaluation set")
         parts = planner or args.make_planner(), controller, selector or args.make_selector()
         self._build_parts(*parts, instruction, recurring)
         self.generation_step.advice.left_out = left_out

@@ -196,10 +196,12 @@ PROMPTS = st.one_of(
 )
 
 
-@given(st.lists(PROMPTS, max_size=6), st.integers(2, 40), st.integers(0, 20))
+@given(st.lists(PROMPTS, max_size=6), st.integers(2, 120), st.integers(0, 20))
 def test_few_prompts_are_tokenized_and_none_is_missed(prompts, length, completion):
     tokenizer = tiny.tokenizer(tiny.ALPHABET + "é字")
-    tokenizer.chat_template = "{% for m in messages %}<<{{ m['role'] }}>>{{ m['content'] }}{% endfor %}="
+    tokenizer.chat_template = (
+        "{{ 'ab' * 30 }}{% for m in messages %}<<{{ m['role'] }}>>{{ m['content'] }}{% endfor %}="
+    )
     count = token_counter(tokenizer)
     tokens = [count([prompt])[0] for prompt in prompts]
     out, longest = Context(length, completion, count).measured(prompts)

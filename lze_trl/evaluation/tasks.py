@@ -65,7 +65,9 @@ class Problem:
     @property
     def text(self) -> str:
         """The prompt without roles."""
-        return self.prompt if isinstance(self.prompt, str) else "\n".join(part["content"] for part in self.prompt)
+        return (
+            self.prompt if isinstance(self.prompt, str) else "\n".join(part["content"] or "" for part in self.prompt)
+        )
 
 
 def find_tasks(names: Iterable[str]) -> list[Task]:
