@@ -174,8 +174,7 @@ class GenerationStep:
             drawn = self.rounds.finish(pending, engine, wanted)
         self.ledger.visits_skipped += len(pending.plan.skipped)
         self.ledger.rows_given_up += pending.rows_given_up
-        if self.args.overlap != "none":
-            engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
+        engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         if drawn is None:
             return self._nothing(pending.plan, engine)
         with timed("selection"):

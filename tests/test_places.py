@@ -34,6 +34,7 @@ def runs(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_group_holds_two_prompts_and_processes_are_one(runs, name):
     (one,) = records(runs, name, 1)
@@ -44,6 +45,7 @@ def test_no_group_holds_two_prompts_and_processes_are_one(runs, name):
         assert all(len(set(batch[i : i + 4])) == 1 for i in range(0, len(batch), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_stream_goes_on_where_its_second_pass_was_left(runs, processes):
     for whole, resumed in zip(*(records(runs, name, processes) for name in ("whole", "resumed")), strict=True):
@@ -51,6 +53,7 @@ def test_a_stream_goes_on_where_its_second_pass_was_left(runs, processes):
     assert gap(*(runs / f"{name}.{processes}.pt" for name in ("whole", "resumed"))) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("kind", ["set", "stream"])
 def test_every_prompt_counts_once_in_an_evaluation(runs, kind, processes):

@@ -348,7 +348,7 @@ class Rounds:
         """Process of each row of a round, shape `(B,)`; that of a whole group if rewards compare completions."""
         if not self.comparing.columns:
             return self.passes.owners(int(counts.sum()))
-        return np.repeat(self.passes.owners(np.count_nonzero(counts)), counts[counts > 0])
+        return np.repeat(self.passes.owners(int(np.count_nonzero(counts))), counts[counts > 0])
 
     def judge(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()
