@@ -122,8 +122,7 @@ def main():
     args = parser.parse_args()
     output = args.output.resolve()
     if args.serve:
-        Faulty(output, args.serve, args.seed)
-        threading.Event().wait()  # until it is killed
+        raise SystemExit(Faulty(output, args.serve, args.seed) and threading.Event().wait())
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     own = ("-m", "benchmarks.soak", "--output", str(output), "--seed", str(args.seed), "--serve")
@@ -140,7 +139,6 @@ def main():
     finally:
         for server in servers.values():
             server.kill()
-            server.wait()
     counts = sum((Counter(json.loads(path.read_text())) for path in output.glob("[0-9]*.json")), Counter())
     found = differences(output / "quiet" / "run", output / "soaked" / "run")
     told = found or ["The run is that of a quiet one, bit for bit."]

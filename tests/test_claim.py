@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,7 @@ def train(directory: Path, until: Path | None = None, host: str | None = None, *
 
 
 def begin(directory: Path, *args, env: dict | None = None, **settings) -> multiprocessing.Process:
-    return fork(directory / "log.txt", env or {}, train_with, directory, args, settings)
-
-
-def train_with(directory: Path, args: tuple, settings: dict):
-    train(directory, *args, **settings)
+    return fork(directory / "log.txt", env or {}, partial(train, directory, *args, **settings))
 
 
 def trains(directory: Path, process: multiprocessing.Process):

@@ -41,9 +41,9 @@ def signalled(rank: int, step: int, numbers: list[int], pause: float = 0.0):
     return reward
 
 
-def script(directory: Path, reward: tuple = (0, 9, []), **settings):
+def script(directory: Path, settings: dict):
     """Train, from the newest checkpoint if there is one, and write the weights."""
-    signals._SAME = 0.2
+    signals._SAME, reward = 0.2, settings.pop("reward", (0, 9, []))
     trainer = tiny.make(directory / "run", reward_funcs=signalled(*reward), **SAVED | settings)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
     torch.save(trainer.model.state_dict(), directory / "weights.pt")
@@ -52,15 +52,11 @@ def script(directory: Path, reward: tuple = (0, 9, []), **settings):
 def ended(directory: Path, *ranks: dict[str, str], timeout: float = 120, **settings) -> list[int | None]:
     """Exit statuses of the script on processes with these variables."""
     directory.mkdir(exist_ok=True)
-    processes = [fork(directory / "log.txt", env, script_with, directory, settings) for env in ranks or ({},)]
+    processes = [fork(directory / "log.txt", env, script, directory, settings) for env in ranks or ({},)]
     for process in processes:
         process.join(timeout)
         process.kill()
     return [process.exitcode for process in processes]
-
-
-def script_with(directory: Path, settings: dict):
-    script(directory, **settings)
 
 
 def state(directory: Path) -> str:
