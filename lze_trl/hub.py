@@ -41,7 +41,6 @@ _PRIVATE = (
     *(f"/{store.STATE_NAME}.*", f"{store.ROWS_NAME}_*", "training_args.bin"),
 )
 _PLAIN_TEXTS = ("cause", "name", "ledger")  # columns of names that this package or a reward gives
-_TEXT_NAMES = {"text": "prompt"}  # columns that are asked for by another name
 _STATE_PARTS = ("prompts", "foresight", "gate")  # what another run begins with; no problems that the model wrote
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller", "pruning", "planner", "loss_normalizer"),
@@ -102,12 +101,9 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
             with left_out(f"`{path}`"):
                 write_part(target / table / path.name, _without_texts(pq.read_table(path), texts))
     for name, results in read_results(run_dir).items():
-        numbers = {
-            key: value for key, value in results.get("decoding", {}).items() if not isinstance(value, str | list)
-        }
+        results.pop("decoding", None)  # with the system prompt
         (copy / EVALUATIONS / name).mkdir(parents=True)
-        content = public(results | {"decoding": numbers})
-        write_atomically(copy / EVALUATIONS / name / FILE, json.dumps(content, indent=1).encode())
+        write_atomically(copy / EVALUATIONS / name / FILE, json.dumps(public(results), indent=1).encode())
     with left_out("The prompt state"), suppress(FileNotFoundError):  # of a run that has not ended
         states, about = store.load(run_dir, store.STATE_NAME)
         parts = {name: SimpleNamespace(state_dict=states[name].copy) for name in _STATE_PARTS if name in states}
@@ -118,7 +114,7 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
 def _without_texts(rows: pa.Table, texts: Collection[str]) -> pa.Table:
     """Rows of a table with numbers, and of its texts only those that are named."""
     for place, column in enumerate(rows.schema):
-        name = _TEXT_NAMES.get(column.name, column.name)
+        name = "prompt" if column.name == "text" else column.name
         if column.name == "columns":
             facts = [json.loads(value) for value in rows["columns"].to_pylist()]
             shown = [json.dumps({key: one[key] for key in one if key in texts}, ensure_ascii=False) for one in facts]

@@ -75,15 +75,16 @@ class EndOnSignal(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
 
-class TrackioBesideUpload(TrackioCallback):
-    """Does not cost the upload of a model where its Space, which it makes before that, cannot be made."""
+class NamedSpace(TrackioCallback):
+    """Makes a Space of what was logged, completions among it, only if one is named; if it fails, the model is uploaded without it."""
 
-    def on_push_begin(self, *args, **kwargs):
-        """Upload what was logged to the Space that is named."""
+    def on_push_begin(self, args, *others, **kwargs):
+        """Upload to the Space, before the model is uploaded."""
         from .hub import left_out
 
-        with left_out("What trackio has logged"):
-            super().on_push_begin(*args, **kwargs)
+        if args.trackio_static_space_id:
+            with left_out("What trackio has logged"):
+                super().on_push_begin(args, *others, **kwargs)
 
 
 def _override(cls: type, name: str) -> str | None:
@@ -598,7 +599,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         super().init_hf_repo(*args, **kwargs)
         for callback in self.callback_handler.callbacks:
             if type(callback) is TrackioCallback:
-                callback.__class__ = TrackioBesideUpload
+                callback.__class__ = NamedSpace
+        base = Path(self.model.config._name_or_path or "")
+        if hasattr(self.model, "peft_config") and base.is_absolute():
+            logger.warning(
+                "`adapter_config.json` is uploaded with the path `%s`. Give a Hub id if it is private.", base
+            )
         if self.is_world_process_zero():
             from .hub import keep_private
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 
 import tiny
@@ -272,3 +273,26 @@ def test_one_damaged_run_beside_good_ones_is_named_and_the_others_are_shown(tmp_
     with pytest.raises(TelemetryError):
         views.run_row(made.book.open("bad"))
     assert charts.comparison({"good": made.book.open("good")}, "step", "pass_rate").data
+
+
+@pytest.fixture
+def served(folder, monkeypatch):
+    """The app in this process, not blocked on."""
+    monkeypatch.setattr(page.gr.Blocks, "block_thread", lambda app: None)
+    app = page.serve([str(folder / "runs/good")], "127.0.0.1", tiny.free_port())
+    yield app
+    app.close()
+
+
+def test_the_app_answers_to_its_own_name_and_takes_no_files(served):
+    url = served.local_url
+    for host, status in (
+        ("127.0.0.1:80", 200),
+        ("localhost", 200),
+        ("[::1]:80", 200),
+        ("evil.example", 400),
+        ("127.0.0.1.evil.example", 400),
+    ):
+        assert httpx2.get(url, headers={"host": host}).status_code == status, host
+    told = httpx2.post(f"{url}gradio_api/upload", files={"files": ("a.txt", b"x")})
+    assert told.status_code == 413

@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
 def read_recipe(path: str | Path, kind: str = "recipe") -> dict[str, Any]:
     """Keys and values of a recipe, or file of another `kind`. [`RecipeError`] is raised if it cannot be read or is no YAML mapping."""
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)  # a safe one
+        content = _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         recipes = [str(recipe) for root in (Path(), CHECKOUT) for recipe in (root / "recipes").rglob("*.yaml")]
         raise RecipeError(f"There is no recipe `{path}`.{near_names(str(path), recipes)}") from None

@@ -148,11 +148,11 @@ def _refuse_unreadable_mapping(name: str, value: Any):
     """Refuse a text that is meant as the JSON of a mapping and is none; it may hold a secret, and is not repeated."""
     if isinstance(value, str) and (name.endswith("_kwargs") or value.lstrip().startswith("{")):
         try:
-            is_mapping, problem = isinstance(json.loads(value), dict), "it is something else"
+            if not isinstance(json.loads(value), dict):
+                raise ValueError("it is something else")
         except ValueError as error:
-            is_mapping, problem = False, str(error)
-        if not is_mapping:
-            raise RecipeError(f"`{name}` must be a mapping, on a command line JSON such as '{{\"a\": 1}}': {problem}.")
+            told = f"`{name}` must be a mapping, on a command line JSON such as '{{\"a\": 1}}': {error}."
+            raise RecipeError(told) from error
 
 
 def _refuse(unknown: str):

@@ -109,19 +109,13 @@ class VLLMServer:
     def __init__(self, url: str, request_timeout: float):
         try:
             parts = urlsplit(url)
-            known = (
-                parts.scheme in ("http", "https")
-                and parts.hostname
-                and parts.port != 0
-                and not set(url) & set(" \t\n")
-            )
-        except ValueError:  # of a port or an address
-            known = False
-        if not known:
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or " " in url:
+                raise ValueError
+        except ValueError:  # also of a port that is none
             raise ValueError(
                 "A vLLM server is given by its base URL with a port up to 65535, such as 'http://127.0.0.1:8000' "
                 f"(`vllm_server_urls`), got {without_secrets(url)!r}."
-            )
+            ) from None
         self._base = url.rstrip("/").removesuffix("/v1")  # with which OpenAI's clients want it
         self.url = without_secrets(self._base)  # as it is shown
         self.host, self.request_timeout = str(parts.hostname), request_timeout
