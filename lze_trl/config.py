@@ -272,14 +272,6 @@ class LZEGRPOConfig(GRPOConfig):
         for name, value in chosen.items():
             if name not in SETTING_BLOCKS and getattr(self, name) is None:
                 setattr(self, name, value)
-<<<<<<< HEAD
-        if (
-            vars(self).get("trackio_static_space_id", "") is None
-        ):  # a Space with all that was logged, unless one is named
-            self.trackio_static_space_id = False
-=======
-        super().__post_init__()
->>>>>>> h/secrets
         self._check_values()
         super().__post_init__()
         self._fill_blocks()
