@@ -47,7 +47,7 @@ def test_recipe_to_summary(job, capsys, tmp_path):
     assert 0 < result["update_flops"] < result["plain_update_flops"]
 
     shown = capsys.readouterr().out
-    for text in ("Rolled out", "Visits skipped", "total", "Sampled accuracy", "model:", "report:"):
+    for text in ("Rolled out", "Visits skipped", "total", "Held-out accuracy (sampled)", "model:", "report:"):
         assert text in shown
     assert shown.count("Rolled out") == 1
     run_dir = tmp_path / "run"
@@ -163,7 +163,7 @@ def test_the_command_trains_on_two_processes(job, tmp_path, name):
     flags = "--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"
     done = lze_trl_train(job(per_device_train_batch_size=6), *flags)
     # By the main process alone
-    for beginning in ("Rolled out: ", "FLOPs, of ", "Sampled accuracy on held-out prompts: "):
+    for beginning in ("Rolled out: ", "FLOPs, of ", "Held-out accuracy (sampled): "):
         assert sum(line.startswith(beginning) for line in done.stdout.splitlines()) == 1
     assert len(re.findall(r"^step +\d+  held-out reward", done.stdout, re.M)) == 2
     run_dir = tmp_path / "run"
