@@ -34,7 +34,7 @@ from lze_trl.record import open_run  # noqa: E402
 from seeded_vllm import SeededVLLM  # noqa: E402
 
 
-STEPS_A_MINUTE, SHARE = 60, 0.03  # of the training; of the requests that fail
+STEPS_A_MINUTE, SHARE = 20, 0.1  # of the training; of the requests that fail
 KINDS = ("restart", "slow", "cut", "429", "500", "null", "garbage")
 
 
