@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from trl import GRPOConfig
 
+from .pack.weights import LOSS_TYPES
 from .plan.planners import GresoPlanner, Planner, SolvedPlanner
 from .redaction import redacted
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
@@ -294,6 +295,7 @@ class LZEGRPOConfig(GRPOConfig):
             if own.name not in SETTING_BLOCKS:  # of TRL's settings, the range alone
                 is_own = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
                 check_value(own.name, getattr(self, own.name), hints[own.name] if is_own else object)
+        check_value("loss_type", self.loss_type, Literal[*LOSS_TYPES])
         if not all(map(math.isfinite, self.reward_weights or ())):
             raise ValueError(
                 f"`reward_weights` must be finite numbers, got {self.reward_weights}. Use 0 for no weight."

@@ -48,7 +48,7 @@ ROOMS = {
     "app": "files forecast record remote strategies version",
     "selfplay": "batch data evaluation memory rewards seeding settings",
     "trl_contract": "",
-    "config": "memory plan redaction rollout select settings strategies",
+    "config": "memory pack plan redaction rollout select settings strategies",
     "checks": "config files memory plan prompt_checks rollout select",
     "checkpoint": "files",
     "hub": "app checkpoint files record redaction remote version",

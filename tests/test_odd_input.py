@@ -69,7 +69,15 @@ CASES = [
     ("train good.yaml --selection_ratio 2", "`selection_ratio`"),
     ("train good.yaml --selection_ratio 2 --dry_run", "`selection_ratio`"),
     ("forecast good.yaml --selection_ratio 2", "`selection_ratio`"),
-    ("train good.yaml --num_generations 1", "generations per prompt"),
+    ("train good.yaml --num_generations 1", "`num_generations` must be in [2"),
+    *(
+        (f"train good.yaml --{name}={value}", f"`{name}`")
+        for name, value in (
+            *(("num_generations", 0), ("learning_rate", "nan"), ("learning_rate", -1), ("temperature", -1)),
+            *(("temperature", "nan"), ("top_p", 1.5), ("top_k", -5), ("min_p", 3), ("per_device_train_batch_size", 0)),
+            *(("gradient_accumulation_steps", 0), ("save_steps", "nan"), ("beta", "nan"), ("loss_type", "grpoo")),
+        )
+    ),
     ("train good.yaml --strategy lzee", "--strategy"),
     ("train good.yaml --optim adamm", "--optim"),
     ("train good.yaml --report_to wandbb", "wandbb"),
@@ -85,8 +93,8 @@ CASES = [
     ("train good.yaml --datasets other.jsonl", "other.jsonl"),
     ("train good.yaml --datasets short.parquet", "short.parquet"),
     ("train good.yaml --datasets runs", "runs"),
-    ("train good.yaml --output_dir binary", "binary` cannot be used"),
-    ("train good.yaml --output_dir binary/below", "binary/below` cannot be used"),
+    ("train good.yaml --output_dir binary", "binary` cannot be the output folder"),
+    ("train good.yaml --output_dir binary/below", "binary/below` cannot be the output folder"),
     (f"train good.yaml --output_dir {LONG}", "xxx` cannot be used"),
     ("train good.yaml --output_dir n\udcff", "`output_dir`"),
     ("train good.yaml --resume_from_checkpoint nowhere", "`nowhere`"),

@@ -15,6 +15,7 @@ from .layout import Geometry, MicroBatch
 ROW_MEAN_LOSSES = ("grpo", "sapo", "luspo", "dr_grpo")
 MICRO_BATCH_TOKEN_LOSSES = ("bnpo",)
 BATCH_TOKEN_LOSSES = ("dapo", "cispo", "vespo")
+LOSS_TYPES = (*ROW_MEAN_LOSSES, *MICRO_BATCH_TOKEN_LOSSES, *BATCH_TOKEN_LOSSES)
 
 
 class Weights(Table):
@@ -123,12 +124,10 @@ def loss_scale(
         scale = 1.0
     elif loss_type in ROW_MEAN_LOSSES:
         scale = row_share(rows, chosen, geometry)
-    elif loss_type in MICRO_BATCH_TOKEN_LOSSES:
+    else:  # one of `MICRO_BATCH_TOKEN_LOSSES`
         norms, share = chosen.norm_tokens[rows], geometry.num_processes * geometry.chunk_steps
         weights = weights * (norms.max() / norms)
         scale = float(share * max(loss_tokens[rows[~filler]].sum(), 1) / norms.max())
-    else:
-        raise ValueError(f"`loss_type` must be one known to lze_trl, got {loss_type!r}.")
     return scale, None if (weights == 1.0).all() else weights
 
 
