@@ -95,7 +95,7 @@ CASES = [
     ("train good.yaml --datasets runs", "runs"),
     ("train good.yaml --output_dir binary", "binary` cannot be the output folder"),
     ("train good.yaml --output_dir binary/below", "binary/below` cannot be the output folder"),
-    (f"train good.yaml --output_dir {LONG}", "xxx` cannot be used"),
+    (f"train good.yaml --output_dir {LONG}", "xxx` cannot be the output folder"),
     ("train good.yaml --output_dir n\udcff", "`output_dir`"),
     ("train good.yaml --resume_from_checkpoint nowhere", "`nowhere`"),
     ("train good.yaml --state_from ./none", "`./none`"),

@@ -127,7 +127,7 @@ def test_only_fillers_weigh_nothing_and_unknown_losses_are_refused():
     reference = Weights(chunk=np.zeros(1, dtype=int), **ones)
     for loss_type in LOSS_TYPES:
         assert loss_scale(loss_type, batch, 1, reference, geometry) == (0.0, None)
-    with pytest.raises(ValueError, match=r"`loss_type` must be one of \['grpo', .*got 'grpo2'.* Did you mean `grpo`"):
+    with pytest.raises(ValueError, match=r"`loss_type` must be one of \['grpo', .*got 'grpo2'"):
         tiny.config("unused", loss_type="grpo2")
 
 

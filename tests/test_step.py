@@ -38,8 +38,8 @@ def test_a_new_column_goes_all_the_way(tmp_path, monkeypatch):
     """A number and an object for each completion, made with it: no other module knows of them."""
     finish = Engine.finish
 
-    def with_columns(self, request, foresight=None):
-        held, numbers, rewards = finish(self, request, foresight)
+    def with_columns(self, *args):
+        held, numbers, rewards = finish(self, *args)
         held["mood"] = [{"length": len(ids)} for ids in held["completion_ids"]]
         numbers["first_token"] = np.array([ids[0] for ids in held["completion_ids"]])
         return held, numbers, rewards

@@ -46,10 +46,13 @@ class Comparing:
         self._enter([column for column in columns if (scores[:, column] == np.float32(FAILED)).any()])
         if not all(map(len, of_processes)):
             return None
-        shared = np.bincount(group)[group] > 1
+        shared, scored = np.bincount(group)[group] > 1, ~np.isnan(scores[:, columns]).all(axis=1)
         picked = []
         for own in of_processes:
-            fit = own[shared[own]] if shared[own].any() else own
+            fit = own[scored[own]]  # one that has failed is not to be seen by a function
+            if len(fit) == 0:
+                return None
+            fit = fit[shared[fit]] if shared[fit].any() else fit
             picked.append(fit[np.linspace(0, len(fit) - 1, _ROWS).astype(int)])
         rows, differ = np.array(picked).T, np.ptp(np.nan_to_num(scores[picked][..., columns]), axis=(0, 1)) > 0
         return rows if shared.any() and differ.any() and not self.columns else None
