@@ -328,6 +328,7 @@ class Engine:
         changes |= {"reward_funcs": [checked(*func, may_fail=True) for func in named], "reward_notes": RewardNotes()}
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
+        trainer.answers.see([held["completion_ids"][row]], [held["prompt_ids"][row]])
         with altered(trainer, **changes) as view:
             one = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
             return view._calculate_rewards(*one).cpu().numpy()
@@ -368,6 +369,14 @@ class Engine:
         if self.over_http:
             self._trainer.vllm_generation.give_up()
 
+    def forget_rounds(self, count: int, noted: bool = False):
+        """Drop TRL's metrics of the last rounds of a batch; with `noted`, also what reward functions have logged of the batch."""
+        for name, values in self.metrics.items():
+            if name.startswith(("completions/", "tools/")):
+                del values[len(values) - count :]
+        if noted:
+            self._trainer.reward_notes.take_metrics()
+
     def finish(
         self, request: Request, foresight: Any = None, may_fail: Sequence[int] = ()
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
@@ -380,7 +389,7 @@ class Engine:
         trainer, (inputs, _, _), surplus = self._trainer, request, self._surplus(request)
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
         noted = trainer.reward_notes
-        noted.begin_round(len(inputs), surplus)
+        noted.begin_round(len(inputs) - surplus)
         with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight, surplus):
             prompts, generated = self._rolled_out(request)
         prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
@@ -390,7 +399,7 @@ class Engine:
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         answers = trainer.answers
-        answers.see(completion_ids, prompt_ids)
+        answers.see(completion_ids, prompt_ids, surplus)
         funcs = list(trainer.reward_funcs)
         for column in may_fail:
             funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
@@ -399,7 +408,7 @@ class Engine:
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
             trainer.episodes.observe(ids, prompts, of_episodes)
-        answers.warn(ids, prompts)
+        answers.warn(inputs, prompts)
         if images is None:  # as from a `rollout_func`
             images = [images_of(row) for row in inputs]
             images = images if any(images) else None

@@ -41,7 +41,7 @@ from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, guarded
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardError, RewardNotes, checked, left_out, of_all
+from .rollout.guard import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
@@ -402,15 +402,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
         answers, environments = self.answers, self.environments
         answers.see(completion_ids_list)
+        if not self.model.training:
+            answers.warn(inputs, prompts)
 
         def enter(column: int, read: list[Any]):
-            ballots[column] = of_all(read, reasons())  # others may fail after the call
-
-        def reasons() -> list[str | None]:
-            return left_out(answers.reasons(environments), len(inputs), notes)
+            ballots[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
 
         def truncated() -> list[bool]:
-            return [cut for cut, reason in zip(answers.truncated, reasons(), strict=True) if reason is None]
+            rows = zip(answers.truncated, answers.reasons(environments), strict=True)
+            return [cut for cut, reason in rows if reason is None]
 
         funcs = [
             reader(func, partial(enter, i), truncated, self.model.training) if isinstance(func, GroupReward) else func

@@ -108,6 +108,9 @@ def test_every_controller_gives_the_rewards_of_whole_groups(tmp_path, caplog, na
     told = [line for line in caplog.messages if f"`{judge.__name__}` compares the completions of a group" in line]
     assert len(told) == (name not in ("uniform", "dynamic")) or name == "reinforce_ada_balanced"
     assert (trainer.ledger.rows_given_up > 0) == (bool(told) and not marked)
+    if name == "gate":  # what was given up is not logged
+        lengths = [drawn.completion_tokens.mean() for drawn in trainer.drawn]
+        assert tiny.history(trainer, "completions/mean_length") == pytest.approx(lengths)
 
 
 def weights(trainer):

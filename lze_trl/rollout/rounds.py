@@ -134,9 +134,7 @@ class Rounds:
         engine.rounds_ended()
         if not parts:
             return None
-        for name, values in engine.metrics.items():  # of TRL's, keep those of the first round, as of uniform sampling
-            if name.startswith(("completions/", "tools/")):
-                del values[len(values) - len(parts) + 1 :]
+        engine.forget_rounds(len(parts) - 1)  # metrics are those of the first one, as of uniform sampling
         return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
 
     def _ask(self, pending: Pending, drawn: Batch, engine: Any):
@@ -201,9 +199,10 @@ class Rounds:
     def _begin_again(self, pending: Pending, parts: list[Batch], engine: Any):
         """Give up the rounds of a batch so far, in which a reward that compares completions got parts of groups."""
         engine.rounds_ended()
+        engine.forget_rounds(len(parts) + 1, noted=True)
+        begun, kept = self.begin(pending.plan, engine, pending.generation), ("step", "evened_out")
         given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
-        begun = self.begin(pending.plan, engine, pending.generation)
-        vars(pending).update(vars(begun), rows_given_up=given_up, evened_out=pending.evened_out)
+        vars(pending).update(vars(begun) | {name: getattr(pending, name) for name in kept}, rows_given_up=given_up)
 
     def cannot_look_ahead(self, error: Exception):
         """Say once, in words, that a reward function has failed when the next round was looked ahead to."""
