@@ -686,9 +686,8 @@ class Engine:
     def begin_empty_update(self):
         """Before an optimizer step without rows: a gradient scaler gets gradients of zero, as plain TRL has them."""
         if self.scales_loss:
-            self._trainer.accelerator.scaler.scale(
-                torch.zeros((), device=self._trainer.args.device)
-            )  # sets its scale up
+            zero = torch.zeros((), device=self._trainer.args.device)
+            self._trainer.accelerator.scaler.scale(zero)  # sets its scale up
             for parameter in self._trainer.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)

@@ -155,7 +155,7 @@ class FakeVLLM:
 
     def _complete(self, body: dict, fault) -> tuple[int, dict]:
         if "prompt_logprobs" in body:
-            logprob = -1.0 - 1e-9 * self.loads if self.loads else -2.0
+            logprob = -1.0 - 1e-12 * self.loads if self.loads else -2.0
             entries = [None, *({str(token): {"logprob": logprob}} for token in body["prompt"][1:])]
             return 200, {"choices": [{"index": 0, "prompt_logprobs": entries}]}
         if max(body["prompt"]) >= self.vocab_size:
