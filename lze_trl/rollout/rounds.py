@@ -110,6 +110,7 @@ class Rounds:
         wants K = `wanted` groups.
         """
         parts: list[Batch] = []
+        range_before = copy.copy(self.state.range)
         while pending.request is not None:
             if len(parts) == MAX_ROUNDS:
                 name = type(self.controller).__name__
@@ -119,7 +120,7 @@ class Rounds:
             part = self._collect(pending, engine)
             if part is None:
                 self._begin_again(pending, parts, engine)
-                parts = []
+                parts, self.state.range = [], range_before
                 continue
             parts.append(part)
             if not self.passes.by_prompt:
