@@ -118,7 +118,7 @@ def test_scores_that_are_given_up_leave_the_range_as_it_was(tmp_path):
         scores = best(prompts, completion_ids)
         return [10.0 if prompts.count(prompt) == 1 else score for prompt, score in zip(prompts, scores, strict=True)]
 
-    trainer = train(tmp_path, best_of_many, "gate")
+    trainer = train(tmp_path, best_of_many, "own")
     assert trainer.ledger.rows_given_up > 0 and trainer.prompt_state.range.bounds == (0.0, 1.0)
 
 
