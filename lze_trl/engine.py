@@ -266,9 +266,8 @@ class Engine:
             return slow if passes and trainer.accelerator.device.type == "cuda" else None
         if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
             return "tools, environments or a `rollout_func` make the completions"
-        together = [
-            n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_plain_function(f)
-        ]
+        funcs = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+        together = [name for name, func in funcs if not is_plain_function(func)]
         return f"`{together[0]}` is a model, a coroutine, or a reward of whole groups" if together else None
 
     def with_prefixes(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
@@ -412,13 +411,8 @@ class Engine:
         if images is None:  # as from a `rollout_func`
             images = [images_of(row) for row in inputs]
             images = images if any(images) else None
-        held = {
-            "prompt": prompts,
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "input": inputs,
-            "completion": completions,
-        }
+        held = {"prompt": prompts, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        held |= {"input": inputs, "completion": completions}
         optional = {"logprobs": logprobs, "loss_mask": loss_mask, "images": images, "tool_images": tool_images}
         held |= {name: values for name, values in optional.items() if values}
         if "environment" in inputs[0]:
@@ -429,13 +423,12 @@ class Engine:
         if logprobs is None and watch is not None:
             logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
         truncated = answers.truncated
+        masked = truncated if trainer.mask_truncated_completions else None
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
             "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
             "completion_tokens": np.array([len(ids) for ids in completion_ids]),
-            "loss_tokens": loss_tokens(
-                completion_ids, loss_mask, truncated if trainer.mask_truncated_completions else None
-            ),
+            "loss_tokens": loss_tokens(completion_ids, loss_mask, masked),
             # Places after the shuffle that TRL would do here
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
             "logprobs": sequence_logprobs(logprobs, counted, len(inputs)),
