@@ -266,9 +266,8 @@ class Engine:
             return slow if passes and trainer.accelerator.device.type == "cuda" else None
         if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
             return "tools, environments or a `rollout_func` make the completions"
-        together = [
-            n for n, f in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True) if not is_plain_function(f)
-        ]
+        funcs = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
+        together = [name for name, func in funcs if not is_plain_function(func)]
         return f"`{together[0]}` is a model, a coroutine, or a reward of whole groups" if together else None
 
     def with_prefixes(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
@@ -328,6 +327,7 @@ class Engine:
         changes |= {"reward_funcs": [checked(*func, may_fail=True) for func in named], "reward_notes": RewardNotes()}
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
+        trainer.answers.see([held["completion_ids"][row]], [held["prompt_ids"][row]])
         with altered(trainer, **changes) as view:
             one = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
             return view._calculate_rewards(*one).cpu().numpy()
@@ -368,6 +368,14 @@ class Engine:
         if self.over_http:
             self._trainer.vllm_generation.give_up()
 
+    def forget_rounds(self, count: int, noted: bool = False):
+        """Drop TRL's metrics of the last rounds of a batch; with `noted`, also what reward functions have logged of the batch."""
+        for name, values in self.metrics.items():
+            if name.startswith(("completions/", "tools/")):
+                del values[len(values) - count :]
+        if noted:
+            self._trainer.reward_notes.take_metrics()
+
     def finish(
         self, request: Request, foresight: Any = None, may_fail: Sequence[int] = ()
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
@@ -380,7 +388,7 @@ class Engine:
         trainer, (inputs, _, _), surplus = self._trainer, request, self._surplus(request)
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
         noted = trainer.reward_notes
-        noted.begin_round(len(inputs), surplus)
+        noted.begin_round(len(inputs) - surplus)
         with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight, surplus):
             prompts, generated = self._rolled_out(request)
         prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
@@ -390,7 +398,7 @@ class Engine:
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         answers = trainer.answers
-        answers.see(completion_ids, prompt_ids)
+        answers.see(completion_ids, prompt_ids, surplus)
         funcs = list(trainer.reward_funcs)
         for column in may_fail:
             funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
@@ -399,17 +407,12 @@ class Engine:
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
             trainer.episodes.observe(ids, prompts, of_episodes)
-        answers.warn(ids, prompts)
+        answers.warn(inputs, prompts)
         if images is None:  # as from a `rollout_func`
             images = [images_of(row) for row in inputs]
             images = images if any(images) else None
-        held = {
-            "prompt": prompts,
-            "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "input": inputs,
-            "completion": completions,
-        }
+        held = {"prompt": prompts, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+        held |= {"input": inputs, "completion": completions}
         optional = {"logprobs": logprobs, "loss_mask": loss_mask, "images": images, "tool_images": tool_images}
         held |= {name: values for name, values in optional.items() if values}
         if "environment" in inputs[0]:
@@ -420,13 +423,12 @@ class Engine:
         if logprobs is None and watch is not None:
             logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
         truncated = answers.truncated
+        masked = truncated if trainer.mask_truncated_completions else None
         numbers = {
             ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
             "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
             "completion_tokens": np.array([len(ids) for ids in completion_ids]),
-            "loss_tokens": loss_tokens(
-                completion_ids, loss_mask, truncated if trainer.mask_truncated_completions else None
-            ),
+            "loss_tokens": loss_tokens(completion_ids, loss_mask, masked),
             # Places after the shuffle that TRL would do here
             "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
             "logprobs": sequence_logprobs(logprobs, counted, len(inputs)),
@@ -677,9 +679,8 @@ class Engine:
     def begin_empty_update(self):
         """Before an optimizer step without rows: a gradient scaler gets gradients of zero, as plain TRL has them."""
         if self.scales_loss:
-            self._trainer.accelerator.scaler.scale(
-                torch.zeros((), device=self._trainer.args.device)
-            )  # sets its scale up
+            zero = torch.zeros((), device=self._trainer.args.device)
+            self._trainer.accelerator.scaler.scale(zero)  # sets its scale up
             for parameter in self._trainer.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)

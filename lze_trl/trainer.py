@@ -41,7 +41,7 @@ from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, guarded
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardError, RewardNotes, checked, left_out, of_all
+from .rollout.guard import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
 from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
@@ -242,18 +242,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
         parts = {"selector": (selector, args.make_selector()), "controller": (controller, args.make_controller())}
         named = {name: type(own).__name__ for name, (own, usual) in parts.items() if type(own) is not type(usual)}
-        described = {
-            **named,
-            "num_processes": self.accelerator.num_processes,
-            "model": self.model.config._name_or_path,
-            **self.resolved,
-        }
+        run = {"num_processes": self.accelerator.num_processes, "model": self.model.config._name_or_path}
+        described, comparing = named | run | self.resolved, Comparing(self.reward_funcs)
         self.generation_step = GenerationStep(
             args,
             self.passes,
-            Rounds(
-                args, controller, self.passes, self.prompt_state, rule, self.accelerator, Comparing(self.reward_funcs)
-            ),
+            Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator, comparing),
             controller,
             self.prompt_state,
             selector,
@@ -402,15 +396,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
         answers, environments = self.answers, self.environments
         answers.see(completion_ids_list)
+        if not self.model.training:
+            answers.warn(inputs, prompts)
 
         def enter(column: int, read: list[Any]):
-            ballots[column] = of_all(read, reasons())  # others may fail after the call
-
-        def reasons() -> list[str | None]:
-            return left_out(answers.reasons(environments), len(inputs), notes)
+            ballots[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
 
         def truncated() -> list[bool]:
-            return [cut for cut, reason in zip(answers.truncated, reasons(), strict=True) if reason is None]
+            rows = zip(answers.truncated, answers.reasons(environments), strict=True)
+            return [cut for cut, reason in rows if reason is None]
 
         funcs = [
             reader(func, partial(enter, i), truncated, self.model.training) if isinstance(func, GroupReward) else func
@@ -602,9 +596,8 @@ class LZEGRPOTrainer(GRPOTrainer):
                 callback.__class__ = NamedSpace
         base = Path(self.model.config._name_or_path or "")
         if hasattr(self.model, "peft_config") and base.is_absolute():
-            logger.warning(
-                "`adapter_config.json` is uploaded with the path `%s`. Give a Hub id if it is private.", base
-            )
+            words = "`adapter_config.json` is uploaded with the path `%s`. Give a Hub id if it is private."
+            logger.warning(words, base)
         if self.is_world_process_zero():
             from .hub import keep_private
 
@@ -701,10 +694,11 @@ class LZEGRPOTrainer(GRPOTrainer):
             if isinstance(stream := self.passes.stream, StreamedRows):  # only we know where its passes end
                 again = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
                 if again and not self.args.ignore_data_skip:
-                    left = -self.generation_step.micro_step % stream.repeats
-                    kwargs["steps_trained_in_current_epoch"] = stream.resume(
-                        left, self.args.gradient_accumulation_steps
+                    left, accumulation = (
+                        -self.generation_step.micro_step % stream.repeats,
+                        self.args.gradient_accumulation_steps,
                     )
+                    kwargs["steps_trained_in_current_epoch"] = stream.resume(left, accumulation)
                     kwargs["epochs_trained"] += stream.passes_before
                 kwargs["epoch"] += stream.passes_before
             self.passes.epoch = kwargs["epoch"]

@@ -77,7 +77,7 @@ class FixedTrainer(LZEGRPOTrainer):
         if self.model.training:
             note = {"generation": self.generation_step.generation, "step": self.state.global_step}
             note["weights"] = sum(float(weights.detach().double().sum()) for weights in self.model.parameters())
-            count = len(prompts) - self.reward_notes.surplus  # without rows that only even out processes
+            count = self.reward_notes.num_rows  # without rows that only even out processes
             note["rows"] = list(zip(gather_object(prompts[:count]), gather_object(output[1][:count]), strict=True))
             self.rounds.append(note)
         return output
@@ -127,7 +127,7 @@ class FixedTrainer(LZEGRPOTrainer):
         if self._places[0] != self.generation_step.generation:
             self._places = (self.generation_step.generation, Counter())
         _, places = self._places
-        wanted = [tuple(ids) for ids in prompt_ids[: len(prompt_ids) - self.reward_notes.surplus]]
+        wanted = [tuple(ids) for ids in prompt_ids[: self.reward_notes.num_rows if self.model.training else None]]
         completions = []
         for prompt in gather_object(wanted):
             completions.append(self.complete(prompt, places[prompt]))

@@ -326,6 +326,18 @@ def test_a_failed_episode_is_left_out_counted_and_told(tmp_path, caplog, name):
     assert open_run(tmp_path).sql("SELECT reward FROM completions")["reward"].isna().sum() == sum(failed)
 
 
+def test_an_episode_is_rewarded_once(tmp_path):
+    class Once(Scored):
+        rewards = 0
+
+        def get_reward(self) -> float:
+            type(self).rewards += 1
+            return super().get_reward()
+
+    trainer = train(LZEGRPOTrainer, tmp_path, Case({"environment_factory": Once}, ("plus",)), strategy="gate")
+    assert trainer.ledger.rows_given_up == 0 and Once.rewards == Once.resets > 0
+
+
 def test_an_episode_that_fails_while_it_is_rewarded_moves_no_other_reward():
     environment = guarded(failing("get_reward", KeyError("score"), lambda one: one.total == 1), None)
     environments = [environment() for _ in range(4)]

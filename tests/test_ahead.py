@@ -124,6 +124,20 @@ def test_a_reward_that_compares_completions_is_found_and_gets_whole_groups(serve
     assert sum(counts == [4] * 24 for counts in sizes) == 3 and sizes[-1] == [4] * 24
 
 
+def test_a_batch_that_is_drawn_again_is_as_old_as_before_and_logs_whole_groups(serve, tmp_path):
+    def later(prompts, completion_ids, trainer_state, log_metric, **kwargs):
+        own = pd.Series([len(ids) + ids[0] / 100 for ids in completion_ids])
+        if trainer_state.global_step == 0:
+            return own.tolist()
+        log_metric("whole", float(all(prompts.count(prompt) == 4 for prompt in prompts)))
+        return own.groupby(prompts).rank(pct=True).tolist()
+
+    trainer = train(tmp_path, [serve()], reward=later, overlap="one_step")
+    assert trainer.ledger.rows_given_up > 0
+    assert tiny.history(trainer, "lze/rollout_age") == [0.0, 1.0, 1.0]
+    assert tiny.history(trainer, "whole") == [1.0, 1.0]
+
+
 def test_a_reward_that_needs_signals_is_told_of_once_under_overlap(serve, tmp_path, caplog):
     def alarmed(completions, **kwargs):
         return timeout(5)(tiny.even_length_reward)(completions)

@@ -108,6 +108,18 @@ def test_every_controller_gives_the_rewards_of_whole_groups(tmp_path, caplog, na
     told = [line for line in caplog.messages if f"`{judge.__name__}` compares the completions of a group" in line]
     assert len(told) == (name not in ("uniform", "dynamic")) or name == "reinforce_ada_balanced"
     assert (trainer.ledger.rows_given_up > 0) == (bool(told) and not marked)
+    if name == "gate":  # what was given up is not logged
+        lengths = [drawn.completion_tokens.mean() for drawn in trainer.drawn]
+        assert tiny.history(trainer, "completions/mean_length") == pytest.approx(lengths)
+
+
+def test_scores_that_are_given_up_leave_the_range_as_it_was(tmp_path):
+    def best_of_many(prompts, completion_ids, **kwargs):
+        scores = best(prompts, completion_ids)
+        return [10.0 if prompts.count(prompt) == 1 else score for prompt, score in zip(prompts, scores, strict=True)]
+
+    trainer = train(tmp_path, best_of_many, "own")
+    assert trainer.ledger.rows_given_up > 0 and trainer.prompt_state.range.bounds == (0.0, 1.0)
 
 
 def weights(trainer):

@@ -25,6 +25,7 @@ from lze_trl.servers.client import ServerError, ServerMismatchError
 from seeded_vllm import SeededVLLM
 from test_laws import distance
 from test_vllm_servers import assert_complete, changed, complete, loaded, make_groups
+from votes_run import InRounds
 
 
 COMPLETIONS = "/v1/completions"
@@ -140,6 +141,21 @@ def test_a_prompt_that_always_fails_is_named_and_left_out(train, caplog, fault, 
         assert trainer.generation_step.advice.lines(ended=True)["failed"].startswith("33.3% of the completions")
         whole = train("whole", **settings)  # a group without rewards is what it counts as
         assert distance(trainer, whole) == 0.0 < max(tiny.history(trainer, "grad_norm"))
+
+
+def test_what_failed_is_neither_scored_alone_nor_left_out_of_an_evaluation_silently(train, caplog):
+    data, seen = tiny.prompts(3), []
+    text, tokens = data["prompt"][1], tiny.tokenizer()(data["prompt"][1])["input_ids"]
+
+    def rewards(prompts, completion_ids, **kwargs):
+        seen.append(prompts)
+        return [ids[0] / 10 for ids in completion_ids]
+
+    parts = {"controller": InRounds([[2, 2], [2, 2]]), "eval_dataset": data}
+    settings = {"reward_funcs": rewards, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "trainer": parts}
+    train("run", failing(400, lambda body: body.get("prompt") == tokens), strategy="grpo", packing=True, **settings)
+    assert 1 in map(len, seen) and not any(text in given for given in seen)
+    assert sum(f"completes the prompt {text!r}, and" in line for line in caplog.messages) == 1  # of the evaluation
 
 
 def test_a_prompt_that_fails_where_nothing_else_works_ends_the_run_by_its_name(train):

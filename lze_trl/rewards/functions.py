@@ -93,9 +93,8 @@ def answer_texts(completions: Sequence[Completion], given: dict[str, Any]) -> li
 
 def _begun(prompt: Completion) -> str:
     """What a completion goes on with, as far as the prompt shows it: a text, or the message of an assistant."""
-    return completion_text(
-        prompt if isinstance(prompt, str) or (prompt[-1:] and prompt[-1]["role"] == "assistant") else ""
-    )
+    begun = isinstance(prompt, str) or (prompt[-1:] and prompt[-1]["role"] == "assistant")
+    return completion_text(prompt) if begun else ""
 
 
 def accuracy_reward(

@@ -34,9 +34,8 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is a character of the answer
 _BARE_ANSWER_CHARACTERS, _SENTENCE_CHARACTERS = 100, 1000
 _WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not the name of a LaTeX command
-_SIGNS = re.compile(
-    r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:eos|bos|pad|end_of_turn)>|[☺✅✓✔🎉💯🙂😀-😊]"
-)  # tokens and applause
+# Tokens and applause
+_SIGNS = re.compile(r"<\|[^<>|\s]{1,40}\|>|</?s>|<(?:eos|bos|pad|end_of_turn)>|[☺✅✓✔🎉💯🙂😀-😊]")
 
 # Commands that show nothing of their own: blanks with their lengths, fonts, brackets, and what takes arguments
 _LAYOUT = re.compile(
@@ -309,14 +308,13 @@ def _read_announced(text: str) -> Answer | None:
     Read what follows the last "the answer is": formulas, an option, what stands before the first word, or a short sentence. Where
     the sentence or the next one makes something else of it, the text of the sentence is the answer, which equals no other.
     """
-    clauses = (
-        (re.split(r"[,;.!?\n]", text[max(0, it.start() - 80) : it.start()])[-1], it)
-        for it in _ANNOUNCEMENT.finditer(text)
-    )
-    found = [(clause, announcement) for clause, announcement in clauses if not _SUPPOSED.search(clause)]
-    if not found:
+    for announcement in reversed([*_ANNOUNCEMENT.finditer(text)]):
+        begin = announcement.start()
+        clause = re.split(r"[,;.!?\n]", text[max(0, begin - 80) : begin])[-1]
+        if not _SUPPOSED.search(clause):
+            break
+    else:
         return None
-    clause, announcement = found[-1]
     rest = text[announcement.end() :][:_SENTENCE_CHARACTERS]
     # Words and points in a formula are not those of the sentence
     masked = _TEXT_IN_MATH.sub(_mask, _MATH.sub(lambda match: _mask(match) if _is_math(match) else match[0], rest))
@@ -332,10 +330,10 @@ def _read_announced(text: str) -> Answer | None:
         if len(value) > _BARE_ANSWER_CHARACTERS:
             return None
     is_one_or_list = len(_MATH.findall(value)) < 2 or re.fullmatch(r"(?:[\s,;]|\b(?:and|or)\b)*", _MATH.sub("", value))
-    is_changed = _CHANGED.search(_REASON.split(masked[max(begin, end - 4) : stop])[0]) or _TAKEN_BACK.match(
+    changed = _CHANGED.search(_REASON.split(masked[max(begin, end - 4) : stop])[0]) or _TAKEN_BACK.match(
         rest, stop + 1
     )
-    if _UNSURE.search(clause + announcement[0]) or rest[stop : stop + 1] == "?" or is_changed or not is_one_or_list:
+    if _UNSURE.search(clause + announcement[0]) or rest[stop : stop + 1] == "?" or changed or not is_one_or_list:
         return Answer((announcement[0] + rest[:stop],))
     return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None
 

@@ -128,10 +128,8 @@ class _Helper:
 
     def call(self, name: str, args: tuple) -> Any:
         with self.lock:
-            process, self.process = (
-                self.process or self._start(),
-                None,
-            )  # whatever happens now, its next answer is not another one's
+            # Whatever happens now, the next answer of a process is not another one's
+            process, self.process = self.process or self._start(), None
             stdin: Any = process.stdin
             stdout: Any = process.stdout
             with suppress(BrokenPipeError):
@@ -155,9 +153,8 @@ class _Helper:
 
 
 _helper = _Helper()
-os.register_at_fork(
-    after_in_child=lambda: vars(_helper).update(vars(_Helper()))
-)  # that of the parent is not the child's
+# That of the parent is not the child's
+os.register_at_fork(after_in_child=lambda: vars(_helper).update(vars(_Helper())))
 
 
 def serve():

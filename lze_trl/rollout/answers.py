@@ -4,10 +4,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ..memory.identity import ID_COLUMN
 from .episodes import failures
 
 
 logger = logging.getLogger(__name__)
+
+SURPLUS = "surplus"
+"""Why a completion is left out that only evens out processes."""
 
 
 class Answers:
@@ -44,19 +48,23 @@ class Answers:
                 if logprobs is not None:
                     logprobs[i] = [one]
 
-    def see(self, completions: list[list[int]], prompts: list[list[int]] | None = None):
-        """Look up the completions that are scored next; without their prompts, unless it has seen them with these."""
+    def see(self, completions: list[list[int]], prompts: list[list[int]] | None = None, surplus: int = 0):
+        """
+        Look up the completions that are scored next; without their prompts, unless it has seen them with these. The last `surplus` ones
+        only even out processes.
+        """
         if prompts is not None or completions != self._seen:
             pairs = zip(prompts or [[]] * len(completions), completions, strict=True)
             words = [self._noted.get((*prompt, *own), (self._is_cut(own), None)) for prompt, own in pairs]
             self.truncated, self._failed = [cut for cut, _ in words], [failure for _, failure in words]
+            self._failed[len(words) - surplus :] = [SURPLUS] * surplus
             self._seen = completions
 
     def _is_cut(self, completion: Sequence[int]) -> bool:
         return len(completion) >= self.limit and (len(completion) == 0 or completion[-1] not in self.ends)
 
     def reasons(self, environments: Sequence[Any] | None) -> list[str | None]:
-        """Why each completion has failed, in its environment or on every server; `None` for one that has not."""
+        """Why each completion is left out: it has failed, in its environment or on every server, or is surplus; else `None`."""
         of_episodes = failures(environments) or [None] * len(self._failed)
         return [failure or reason for failure, reason in zip(self._failed, of_episodes, strict=True)]
 
@@ -67,9 +75,12 @@ class Answers:
         rows = zip(self._failed, completions, masks or [[1] * len(ids) for ids in completions], strict=True)
         return [mask if failure is None else [0] * len(ids) for failure, ids, mask in rows]
 
-    def warn(self, prompt_ids: Sequence[int], prompts: Sequence[Any]):
-        """Say which prompts no server has completed, by their ids and texts."""
-        rows = zip(self._failed, prompt_ids, prompts, strict=True)
-        for prompt_id, (text, failure) in {id: (str(text)[:80], why) for why, id, text in rows if why}.items():
-            words = "No server completes the prompt %r (id %d), and others are completed. It is left out, with the reward None: %s"
-            logger.warning(words, text, prompt_id, failure)
+    def warn(self, rows: Sequence[dict[str, Any]], prompts: Sequence[Any]):
+        """Say which prompts no server has completed, by their texts and, of training sets, their ids."""
+        of_rows = zip(self._failed, rows, prompts, strict=True)
+        failed = {
+            (str(prompt)[:80], row.get(ID_COLUMN)): why for why, row, prompt in of_rows if why and why != SURPLUS
+        }
+        for (text, prompt_id), failure in failed.items():
+            words = "No server completes the prompt %r%s, and others are completed. It is left out, with the reward None: %s"
+            logger.warning(words, text, "" if prompt_id is None else f" (id {prompt_id})", failure)

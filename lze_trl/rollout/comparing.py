@@ -20,8 +20,8 @@ class Comparing:
     """
     Knows, or finds out, which of the `reward_funcs` compare completions with each other.
 
-    What the attribute `compares_completions` of a function says is believed. Reward models, and functions of this package and of
-    TRL, score each completion by itself. Any other is called again with single completions of a round, until twice they had their
+    What the attribute `compares_completions` of a function says is believed. Reward models, environments, and functions of this package
+    and of TRL score each completion by itself. Any other is called again with single completions of a round, until twice they had their
     scores again, and these differed: the score of a lone completion cannot differ by a comparison. Batches 1, 2, 4, … check again.
     """
 
@@ -85,6 +85,6 @@ def _mark(func: Any) -> bool | None:
     mark = getattr(func, "compares_completions", None)
     while isinstance(func, functools.partial):
         func = func.func
-    ours = f"{func.__module__}.".startswith(("lze_trl.rewards.", "trl.rewards.")) and not hasattr(func, "__wrapped__")
+    ours = f"{func.__module__}.".startswith(("lze_trl.rewards.", "trl.")) and not hasattr(func, "__wrapped__")
     alone = isinstance(func, (nn.Module, GroupReward)) or ours
     return mark if mark is not None else False if alone else getattr(func, "compares_completions", None)

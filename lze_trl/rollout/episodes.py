@@ -134,9 +134,8 @@ class Guard:
         lost = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS  # or out of time
         if name not in ("reset", "get_reward") and not lost:
             raise error
-        what = str(error) or (
-            f"longer than {self.time_limit:g} s" if isinstance(error, TimeoutError) else "no message"
-        )
+        silent = f"longer than {self.time_limit:g} s" if isinstance(error, TimeoutError) else "no message"
+        what = str(error) or silent
         self.failure = f"{self._place(name)} raised {type(error).__name__}: {what}"
 
     def _place(self, name: str) -> str:

@@ -13,13 +13,11 @@ class Evaluated:
     with rows that were evaluated before, so that all processes get as many.
     """
 
-    count: Callable[
-        [], float
-    ]  # rows of the set, each prompt `num_generations_eval` times: all of those that were read so far
+    # Rows of the set, each prompt `num_generations_eval` times; of a stream, those that were read so far
+    count: Callable[[], float]
     rows: list[int] = field(default_factory=list)  # of each batch
-    scored: list[np.ndarray] = field(
-        default_factory=list
-    )  # in each batch: rows that count, those with a reward, and with each
+    # Of each batch: rows that count, those with a reward, and with each reward
+    scored: list[np.ndarray] = field(default_factory=list)
 
     def begin(self, rewards_per_func: np.ndarray) -> int:
         """A batch with rewards of shape `(B, F)`, NaN where not applicable. Returns how many of its first rows count."""

@@ -6,7 +6,7 @@ import logging
 import math
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from .answers import SURPLUS
 from .episodes import failures
 from .settling import GroupReward
 
 
 logger = logging.getLogger(__name__)
-_SURPLUS = "surplus"
 
 
 class RewardError(ValueError):
@@ -33,15 +33,12 @@ class RewardNotes:
         # Of the latest round: columns by name, of two functions with one name the last one's
         self.columns: dict[str, list] = {}
         self.ballots: dict[int, list] = {}  # by the column of a group reward
-        self._num_rows, self.surplus = 0, 0
+        self.num_rows = 0  # completions of the round
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
-    def begin_round(self, num_rows: int, surplus: int = 0):
-        """
-        So many completions of another round are about to be made and scored: as often, its metrics count in the mean over the rounds. Of the
-        last `surplus` rows, which only even out processes, reward functions see nothing.
-        """
-        self.columns, self.ballots, self._num_rows, self.surplus = {}, {}, num_rows - surplus, surplus
+    def begin_round(self, num_rows: int):
+        """So many completions are about to be made and scored: as often, the metrics of the round count in the mean over rounds."""
+        self.columns, self.ballots, self.num_rows = {}, {}, num_rows
 
     def column(self, name: str, values: Iterable):
         """TRL's `log_extra`."""
@@ -49,7 +46,7 @@ class RewardNotes:
 
     def metric(self, name: str, value: float):
         """TRL's `log_metric`."""
-        self._metrics[name] += [value] * self._num_rows
+        self._metrics[name] += [value] * self.num_rows
 
     def take_metrics(self) -> dict[str, list[float]]:
         taken, self._metrics = self._metrics, defaultdict(list)
@@ -64,13 +61,13 @@ def checked(
     reward_func: Any,
     name: str,
     notes: RewardNotes | None = None,
-    reasons_now: Callable[[Any], list[str | None]] = failures,
+    reasons_now: Callable[[Any], Sequence[str | None]] = failures,
     may_fail: bool = False,
 ) -> Any:
     """
     A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
     exception says `name`, or gives every completion `FAILED` if it `may_fail`. A reward model is left as it is. What it logs goes
-    into the `notes`, if they are given, and else to TRL. `reasons_now` says of environments why each completion has failed, as
+    into the `notes`, if they are given, and else to TRL. `reasons_now` says of environments why each completion is left out, as
     [`failures`] does: the function does not see those.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
@@ -78,9 +75,8 @@ def checked(
     if isinstance(reward_func, nn.Module):
         return reward_func
 
-    def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[str | None]]:
-        # Before the call, in which further episodes may fail
-        reasons = left_out(reasons_now(kwargs.get("environments")), len(kwargs["completions"]), notes)
+    def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Sequence[str | None]]:
+        reasons = reasons_now(kwargs.get("environments"))  # before the call, in which further episodes may fail
         given = _of_episodes(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
 
@@ -109,17 +105,15 @@ def checked(
     def guarded(*args, **kwargs):
         with noted():
             given, reasons = arguments(kwargs)
-            if not given["completions"]:  # all are left out
-                return of_all([], reasons)
-            return of_all(_scores(reward_func(*args, **given), name, given), reasons)
+            returned = reward_func(*args, **given) if given["completions"] else []
+            return of_all(_scores(returned, name, given), reasons)
         return [FAILED] * len(kwargs["completions"])
 
     async def guarded_later(*args, **kwargs):
         with noted():
             given, reasons = arguments(kwargs)
-            if not given["completions"]:
-                return of_all([], reasons)
-            return of_all(_scores(await reward_func(*args, **given), name, given), reasons)
+            returned = await reward_func(*args, **given) if given["completions"] else []
+            return of_all(_scores(returned, name, given), reasons)
         return [FAILED] * len(kwargs["completions"])
 
     return guarded_later if is_async(reward_func) else guarded
@@ -137,8 +131,8 @@ def is_async(func: Any) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 
-def _of_episodes(kwargs: dict[str, Any], reasons: list[str | None]) -> dict[str, Any]:
-    """Arguments of a reward function without the completions whose episodes have failed."""
+def _of_episodes(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[str, Any]:
+    """Arguments of a reward function without the completions that are left out."""
     if not any(reasons):
         return kwargs
     return {
@@ -149,18 +143,12 @@ def _of_episodes(kwargs: dict[str, Any], reasons: list[str | None]) -> dict[str,
     }
 
 
-def left_out(failed: list[str | None], count: int, notes: RewardNotes | None) -> list[str | None]:
-    """Why each of `count` completions is left out: it has `failed`, or it only evens out processes; `None` for the others."""
-    surplus = 0 if notes is None else notes.surplus
-    return [*(failed or [None] * count)[: count - surplus], *[_SURPLUS] * surplus]
-
-
-def of_all(values: list, reasons: list[str | None]) -> list:
-    """The values of all completions: `None` where the episode had failed, and any number for a surplus one, of which TRL would warn else."""
+def of_all(values: list, reasons: Sequence[str | None]) -> list:
+    """The values of all completions: `None` where one has failed, and any number for a surplus one, of which TRL would warn else."""
     if not any(reasons):
         return values
     given = iter(values)
-    return [next(given) if reason is None else 0.0 if reason == _SURPLUS else None for reason in reasons]
+    return [next(given) if reason is None else 0.0 if reason == SURPLUS else None for reason in reasons]
 
 
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:

@@ -88,8 +88,7 @@ class Rounds:
     comparing: Comparing
 
     def __post_init__(self):
-        self._in_rounds = False  # that groups wait for each other was told
-        self._draws_whole = False  # that a reward compares completions was told
+        self._told: set[str] = set()  # what was said once
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
@@ -111,6 +110,7 @@ class Rounds:
         wants K = `wanted` groups.
         """
         parts: list[Batch] = []
+        range_before = copy.copy(self.state.range)
         while pending.request is not None:
             if len(parts) == MAX_ROUNDS:
                 name = type(self.controller).__name__
@@ -120,7 +120,7 @@ class Rounds:
             part = self._collect(pending, engine)
             if part is None:
                 self._begin_again(pending, parts, engine)
-                parts = []
+                parts, self.state.range = [], range_before
                 continue
             parts.append(part)
             if not self.passes.by_prompt:
@@ -134,9 +134,7 @@ class Rounds:
         engine.rounds_ended()
         if not parts:
             return None
-        for name, values in engine.metrics.items():  # of TRL's, keep those of the first round, as of uniform sampling
-            if name.startswith(("completions/", "tools/")):
-                del values[len(values) - len(parts) + 1 :]
+        engine.forget_rounds(len(parts) - 1)  # metrics are those of the first one, as of uniform sampling
         return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
 
     def _ask(self, pending: Pending, drawn: Batch, engine: Any):
@@ -162,17 +160,22 @@ class Rounds:
                 reason = engine.waits_for
                 if engine.over_http and reason is None:
                     pending.ahead = LookAhead(self, pending, drawn, engine)
-                elif reason is not None and not self._in_rounds:
-                    self._in_rounds = True
-                    logger.warning("Groups wait for the slowest completion of each round: %s.", reason)
+                elif reason is not None:
+                    self._tell("rounds", "Groups wait for the slowest completion of each round: %s.", reason)
+
+    def _tell(self, what: str, message: str, *args: Any):
+        """Warn of something the first time."""
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning(message, *args)
 
     def _whole(self, counts: np.ndarray, drawn: Batch, engine: Any) -> np.ndarray:
         """What a round asks for if a reward compares completions: the whole group of each prompt, in its first round."""
         whole = np.where((counts > 0) & (drawn.sizes == 0), np.maximum(counts, self.args.num_generations), 0)
         self.guard.on, self.guard.draws_whole = False, True
-        if (whole != counts).any() and not self._draws_whole:
-            self._draws_whole = True
-            logger.warning(
+        if (whole != counts).any():
+            self._tell(
+                "whole",
                 "%s compares the completions of a group: every group is drawn whole, in one round, and `%s` saves no completions of "
                 "it. If the score of each completion depends on that completion alone (and perhaps on chance), set "
                 "`compares_completions = False` on the function.",
@@ -187,12 +190,14 @@ class Rounds:
         shares = np.flatnonzero(np.diff(self._owners(counts))) + 1
         return bool(parts.any() or not np.isin(shares, counts.cumsum()).all())
 
-    def _compares(self, pending: Pending, held: dict[str, list], rewards_per_func: torch.Tensor, engine: Any) -> bool:
-        """Whether a reward function is found to compare completions: some of a round are scored alone."""
-        asked, scores = self.comparing.asked(pending.generation), rewards_per_func.cpu().numpy()
-        group, processes = np.repeat(np.arange(len(pending.counts)), pending.counts), self.accelerator.num_processes
-        rows = self.comparing.rows(asked, scores, group, np.array_split(np.arange(len(group)), processes))
-        if rows is not None:
+    def _compares(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any) -> bool:
+        """Whether a reward function is found to compare completions: some of a round, with `scores` `(B, F)`, are scored alone."""
+        asked, group = (
+            self.comparing.asked(pending.generation),
+            np.repeat(np.arange(len(pending.counts)), pending.counts),
+        )
+        of_processes = [np.flatnonzero(pending.owner == rank) for rank in range(self.accelerator.num_processes)]
+        if (rows := self.comparing.rows(asked, scores, group, of_processes)) is not None:
             own = places(pending.owner)[rows[:, self.accelerator.process_index]]
             alone = np.array([engine.scored_alone(held, int(row), asked) for row in own])
             self.comparing.see(asked, scores[rows][..., asked], alone)
@@ -201,20 +206,19 @@ class Rounds:
     def _begin_again(self, pending: Pending, parts: list[Batch], engine: Any):
         """Give up the rounds of a batch so far, in which a reward that compares completions got parts of groups."""
         engine.rounds_ended()
+        engine.forget_rounds(len(parts) + 1, noted=True)
+        begun, kept = self.begin(pending.plan, engine, pending.generation), ("step", "evened_out")
         given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
-        begun = self.begin(pending.plan, engine, pending.generation)
-        vars(pending).update(vars(begun), rows_given_up=given_up, evened_out=pending.evened_out)
+        vars(pending).update(vars(begun) | {name: getattr(pending, name) for name in kept}, rows_given_up=given_up)
 
     def cannot_look_ahead(self, error: Exception):
         """Say once, in words, that a reward function has failed when the next round was looked ahead to."""
-        level, self._in_rounds = logging.INFO if self._in_rounds else logging.WARNING, True
-        notes = " ".join(getattr(error, "__notes__", ()))
-        logger.log(
-            level,
+        self._tell(
+            "rounds",
             "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
             "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
             "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
-            *(notes, type(error).__name__, error),
+            *(" ".join(getattr(error, "__notes__", ())), type(error).__name__, error),
         )
 
     def known(self, pending: Pending, drawn: Batch) -> Prompts:
@@ -238,8 +242,8 @@ class Rounds:
                 pending.evened_out += (len(tokens), tokens.sum())
             columns = {name: values[asked] for name, values in columns.items()}
             rewards_per_func = rewards_per_func[torch.from_numpy(asked).to(rewards_per_func.device)]
-        owner, place = pending.owner, places(pending.owner)
-        if pending.in_parts and self._compares(pending, held, rewards_per_func, engine):
+        per_func = rewards_per_func.cpu().numpy()
+        if pending.in_parts and self._compares(pending, held, per_func, engine):
             return None
         if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
             judged = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
@@ -252,9 +256,9 @@ class Rounds:
             self.state.range.outcomes(judged["scores"]),
             **judged,
             **columns,
-            rewards_per_func=rewards_per_func.cpu().numpy(),
-            owner=owner,
-            place=place,
+            rewards_per_func=per_func,
+            owner=pending.owner,
+            place=places(pending.owner),
         )
         return replace(batch, held=held)
 

@@ -86,19 +86,6 @@ class Snapshot:
     changed: float = 1.0  # share of the weights that have moved since the snapshot before
 
 
-@dataclass
-class SameAnswers:
-    """Log-probs that a server gives for one snapshot after another."""
-
-    logprobs: list[float]
-    first: Snapshot
-    syncs: int = 0  # after the first one
-    changed: float = 0.0  # sum of `Snapshot.changed` over them
-
-    def __post_init__(self):
-        self.last = self.first
-
-
 class VLLMServer:
     """
     One vLLM server, asked through an `httpx2.AsyncClient`, and what is known of it. Every request raises [`ServerError`]
@@ -121,7 +108,8 @@ class VLLMServer:
         self.host, self.request_timeout = str(parts.hostname), request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
         self.max_model_len = 0
-        self._same: SameAnswers | None = None
+        # Log-probs that are the same for one snapshot after another: the first of these, and of the others version and `changed`
+        self._same: tuple[list[float], Snapshot, dict[str, float]] | None = None
         self._chat_end: str | None = None  # of a rendered conversation, once it was asked for
         self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load
         self.ready = False  # known to hold the current weights
@@ -333,17 +321,16 @@ class VLLMServer:
         Refuse a server that says that it has loaded weights and keeps its old ones. While they are within the tolerance, only this shows
         it: syncs in a row leave each of its log-probs as it was, bit for bit, where weights and the trainer's log-probs have moved.
         """
-        if self._same is None or logprobs != self._same.logprobs:
-            self._same = SameAnswers(logprobs, snapshot)
-        elif snapshot.version != self._same.last.version:  # else this comparison is made again
-            self._same.last, self._same.syncs = snapshot, self._same.syncs + 1
-            self._same.changed += snapshot.changed
-        same = self._same
-        moved = _mean_difference(snapshot.reference, same.first.reference)
-        if same.syncs >= _MOST_SAME_SYNCS and same.changed >= _LEAST_CHANGED and moved >= _LEAST_MOVED:
+        if self._same is None or logprobs != self._same[0]:
+            self._same = logprobs, snapshot, {}
+        _, first, changed = self._same
+        if snapshot.version != first.version:
+            changed[snapshot.version] = snapshot.changed
+        moved, total = _mean_difference(snapshot.reference, first.reference), sum(changed.values())
+        if len(changed) >= _MOST_SAME_SYNCS and total >= _LEAST_CHANGED and moved >= _LEAST_MOVED:
             raise ServerMismatchError(
-                f"The vLLM server {self.url} says that it has loaded new weights, but its log-probs were the same after {same.syncs} syncs "
-                f"in a row, in which {same.changed / same.syncs:.1%} of the weights changed each time and the trainer's log-probs moved by "
+                f"The vLLM server {self.url} says that it has loaded new weights, but its log-probs were the same after {len(changed)} "
+                f"syncs in a row, in which {total / len(changed):.1%} of the weights changed each time and the trainer's log-probs moved by "
                 f"{moved:.1e} nats. So it still samples with old weights. Check that it is vLLM 0.32 or later with "
                 f"VLLM_SERVER_DEV_MODE=1, that no proxy answers in its place, and that it reads {snapshot.directory} and not a copy."
             )
@@ -365,9 +352,8 @@ def _retry_after(headers: Mapping[str, str]) -> float:
     """Seconds that an answer asks to wait, as a number or as a date; 0 if it names none."""
     wanted = headers.get("retry-after", "")
     with suppress(ValueError, OverflowError):
-        return max(
-            0.0, float(wanted) if wanted.isdecimal() else parsedate_to_datetime(wanted).timestamp() - time.time()
-        )
+        date = None if wanted.isdecimal() else parsedate_to_datetime(wanted)
+        return float(wanted) if date is None else max(0.0, date.timestamp() - time.time())
     return 0.0
 
 

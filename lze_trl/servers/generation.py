@@ -88,10 +88,8 @@ class HTTPGeneration:
         if args.vllm_structured_outputs_regex is not None:
             self._body["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
         self._body |= given
-        limits = tuple(
-            args.vllm_server_kwargs[name]
-            for name in ("max_concurrent_requests", "request_timeout", "recovery_timeout")
-        )
+        names = "max_concurrent_requests", "request_timeout", "recovery_timeout"
+        limits = [args.vllm_server_kwargs[name] for name in names]
         if (untied := untied_weights(model)) is not None:
             raise ValueError(
                 f"The config ties {untied[0]!r} to {untied[1]!r} (`tie_word_embeddings`), and adapters train them apart, which a vLLM "

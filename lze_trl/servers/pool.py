@@ -110,9 +110,8 @@ class ServerPool:
             raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
         self.snapshot: Snapshot | None = None
-        self.tell: Callable[[str], None] = lambda words: (
-            None
-        )  # called with what is waited for, and with "" once it is there
+        # Called with what is waited for, and with "" once it is there
+        self.tell: Callable[[str], None] = lambda words: None
         self._last_seen = 0.0  # when not all servers had failed
 
     # ---- Start and sync ----
@@ -135,12 +134,8 @@ class ServerPool:
 
         async def wait_for_all():
             async with open_client() as http:
-                await asyncio.gather(
-                    *(
-                        _retrying(stop_after_delay(timeout), lambda: 5.0)(wait_for, http, server)
-                        for server in self.servers
-                    )
-                )
+                stop = stop_after_delay(timeout)
+                await asyncio.gather(*(_retrying(stop, lambda: 5.0)(wait_for, http, one) for one in self.servers))
 
         try:
             _run(wait_for_all)
