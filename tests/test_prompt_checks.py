@@ -3,6 +3,7 @@
 import json
 import logging
 from datetime import date
+from functools import partial
 
 import pytest
 import torch
@@ -108,6 +109,11 @@ def test_what_is_no_prompt_is_named_with_its_row_wherever_it_comes_in(tmp_path, 
         tiny.make(tmp_path, dataset=dataset)
     with pytest.raises(ValueError, match=r"evaluation set 'held' has .* as the prompt of row 11\."):
         tiny.make(tmp_path, trainer={"eval_dataset": {"held": dataset}})
+    by_position = partial(tiny.LZEGRPOTrainer, tiny.model(), tiny.even_length_reward, tiny.config(tmp_path))
+    with pytest.raises(ValueError, match=r"evaluation set has .* as the prompt of row 11\."):
+        by_position(uneven(), dataset, tiny.tokenizer())
+    with pytest.raises(ValueError, match=r"evaluation set has .* as the prompt of row 11\."):
+        by_position(uneven(), dataset.to_iterable_dataset(), tiny.tokenizer()).evaluate()
     with pytest.raises(ValueError, match=r"training set has .* as the prompt of row 11\."):
         tiny.run(tmp_path, dataset=dataset.to_iterable_dataset(), max_steps=4)
 

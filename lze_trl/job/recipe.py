@@ -15,7 +15,7 @@ from ..config import LZEGRPOConfig
 from ..data import PromptStyle
 from ..rewards import MajorityReward
 from ..settings import RANGES, check_value
-from ..strategies import REMOVED, settings_of
+from ..strategies import settings_of
 from . import RecipeError, near_names, read_recipe, user_errors
 
 
@@ -160,8 +160,6 @@ def _refuse(unknown: str):
     name = unknown.lstrip("-").replace("-", "_")
     if not unknown.startswith("--"):
         raise RecipeError(f"Unexpected argument `{unknown}`. Flags are written `--name value`.")
-    if name in REMOVED:
-        raise RecipeError(f"`{name}` is no setting any more. {REMOVED[name]}")
     blocks = " or ".join(f"`{block}`" for block, names in RANGES.items() if name in names)
     hint = f" It is a setting of {blocks}." if blocks else near_names(name, KEYS)
     raise RecipeError(f"There is no setting `{name}`.{hint}")
