@@ -269,9 +269,7 @@ def how_to_resume(run_dir: str | Path, command: str) -> str:
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
 # What PyTorch and safetensors say of them, without a number or a path
-_SAID = re.compile(
-    rf"inline_container|PytorchStreamWriter|iostream error|os error ({'|'.join(map(str, _DISK))})\)"
-)
+_SAID = re.compile(rf"inline_container|PytorchStreamWriter|iostream error|os error ({'|'.join(map(str, _DISK))})\)")
 
 
 @contextmanager

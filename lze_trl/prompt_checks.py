@@ -122,8 +122,8 @@ class Context:
 
     def fitting(self, dataset: Any, called: str, on_main: Callable = lambda function: function()) -> tuple[Any, str]:
         """
-        A dataset, or a dictionary of them, without the prompts that leave no token for a completion, and a sentence on them, which is
-        also logged. `on_main` calls a function on the main process. Those of a stream are told and left out when they come.
+        A dataset, or a dictionary of them, without the prompts that leave no token for a completion, and a sentence on them without their
+        texts, which is also logged. `on_main` calls a function on the main process. Those of a stream are told and left out when they come.
         """
         if isinstance(dataset, dict):
             return {name: self.fitting(rows, f"{called} {name!r}", on_main)[0] for name, rows in dataset.items()}, ""
@@ -142,10 +142,9 @@ class Context:
         shown = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in [*out.items()][:_SHOWN])
         told = (
             f"Left out {len(out):,} of {len(dataset):,} prompts of the {called}, which leave no room in the context of {self.length:,} "
-            f"tokens: rows {shown}{', …' * (len(out) > _SHOWN)}. The first begins {repr(first)[:60]}. Shorten them, or use "
-            "a model or server with a longer context."
+            f"tokens: rows {shown}{', …' * (len(out) > _SHOWN)}. Shorten them, or use a model or server with a longer context."
         )
-        logger.warning(told)
+        logger.warning("%s The first begins %.60r.", told, first)
         return dataset.select([row for row in range(len(dataset)) if row not in out]), told
 
     def _fits(self, prompt: Any) -> bool:

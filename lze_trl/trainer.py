@@ -316,7 +316,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "trainer with the other data."
             )
         step, sampler = self.generation_step, _override(type(self), "_get_train_sampler")
-        given = {"rollout_func": self.rollout_func}
+        given = {"rollout_func": self.rollout_func, "environment_factory": dataset is not None and self.environments}
         dataset, controller, resolved = checks.prepare(
             self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector
         )

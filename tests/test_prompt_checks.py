@@ -143,10 +143,11 @@ def test_a_prompt_that_is_too_long_is_told_and_left_out(tmp_path, caplog, model)
     arguments = {"reward_funcs": reward, "trainer": {"model": model()}, "strategy": "grpo", "max_steps": 4}
     trainer = tiny.make(tmp_path, dataset=with_long(), **arguments)
     told = "Left out 1 of 13 prompts of the training set, which leave no room in the context of 64 tokens: rows 7 (120 tokens)"
-    assert told in caplog.text
+    assert told in caplog.text and "The first begins '1+1+" in caplog.text
     trainer.train()
     assert set(seen) == {row["prompt"] for row in tiny.prompts(12)}
-    assert told in trainer.generation_step.advice.lines(ended=True)["left_out"]
+    advice = trainer.generation_step.advice.lines(ended=True)["left_out"]
+    assert told in advice and "1+1+" not in advice  # which is published with the telemetry
     trainer.train_dataset = with_long(place=3)
     assert "rows 3 (120 tokens)" in caplog.text and len(trainer.train_dataset) == 12
     with pytest.raises(ValueError, match="has 2 different prompts, and a generation batch takes 3"):
