@@ -74,7 +74,7 @@ def _refusal(lease: SoftFileLease, path: Path) -> str | None:
                         f"Wait for its end, end it (`kill {owner.pid}` there), or set another `output_dir`."
                     )
     except OSError as error:
-        return f"`{path.parent}` cannot be the output folder: {error}. Free space there, or set another `output_dir`."
+        return f"`{path.parent}` cannot be the output folder: {error}. Make it a folder with free space, or set another `output_dir`."
 
 
 def _lost(compromise: LeaseCompromise):

@@ -98,6 +98,9 @@ class LZEScriptArguments:
 RECIPE_CLASSES: Any = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
 KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
 """Every known key of a recipe."""
+# What libraries take, and say so where they describe it, but not in the type that their parsers read
+_WIDER: dict[str, Any] = dict.fromkeys(("lora_target_modules", "lora_target_parameters"), list[str] | str | None)
+_WIDER |= {"scale_rewards": bool | str | None, "fsdp": bool | str | list[str] | None}
 
 
 def parse_recipe(
@@ -137,6 +140,7 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
     for name in LZEGRPOConfig._VALID_DICT_FIELDS:
         _refuse_unreadable_mapping(name, values[name])
     hints = {name: hint for recipe_class in RECIPE_CLASSES for name, hint in get_type_hints(recipe_class).items()}
+    hints |= _WIDER
     with user_errors():
         settings_of(values["strategy"])
         for name in recipe.keys() - {"strategy", "resume_from_checkpoint"}:  # which may be true
