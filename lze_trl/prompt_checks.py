@@ -130,7 +130,7 @@ class Context:
         if isinstance(dataset, IterableDataset):
             return dataset.filter(lambda row: self._fits(row.get("prompt"))), ""
         out, longest = on_main(lambda: self.measured(prompts_of(dataset)))
-        if longest + self.completion > self.length:
+        if longest and longest + self.completion > self.length:
             logger.warning(
                 "Prompts of the %s have up to %d tokens, and with `max_completion_length=%d` more than the context of %d. vLLM ends "
                 "completions there, and transformers may fail or write nonsense. Use a smaller `max_completion_length`.",

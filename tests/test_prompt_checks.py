@@ -238,3 +238,8 @@ def test_what_fits_is_told_of_with_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = tiny.make(tmp_path)
     assert not caplog.text and not trainer.generation_step.advice.left_out
+
+
+def test_nothing_is_said_of_a_set_that_is_not_there(tmp_path, caplog):
+    tiny.make(tmp_path, max_completion_length=70)
+    assert "Prompts of the training set have up to " in caplog.text and "evaluation set" not in caplog.text
