@@ -53,7 +53,7 @@ def context_of(config: Any) -> int | None:
     length, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if length and rope.get("rope_type") in ("linear", "dynamic", "yarn"):
         length = max(length, int((rope.get("original_max_position_embeddings") or length) * rope.get("factor", 1.0)))
-    return length
+    return length if length and length > 0 else None  # XLNet has −1 for none
 
 
 def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list[int]]:
