@@ -6,7 +6,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,26 +72,30 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, dict[str, Any]], d
         FileNotFoundError: If one of the files does not exist.
         CheckpointError: If a file is damaged, was written by something else, or by another version.
     """
-    description, arrays = (Path(directory, f"{name}.{suffix}") for suffix in ("json", ARRAYS))
-    meta = _parsed(description, description.read_bytes(), json.loads)
-    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise CheckpointError(f"`{description}` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`.")
-    if (found := meta.get("schema_version")) != SCHEMA_VERSION:
-        raise CheckpointError(
-            f"`{description}` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. Use the version of "
-            "lze_trl that wrote it, or start a new run from its model."
-        )
+    meta, arrays = _head(directory, name), Path(directory, f"{name}.{ARRAYS}")
     data = arrays.read_bytes()
     tensors = _parsed(arrays, data, safetensors.numpy.load)
     if xxhash.xxh64(data).hexdigest() != meta.get("checksum"):
-        raise CheckpointError(
-            f"`{arrays}` and `{description.name}` belong to different checkpoints. Use another checkpoint."
-        )
+        raise CheckpointError(f"`{arrays}` and `{name}.json` belong to different checkpoints. Use another checkpoint.")
     states = meta.pop("parts")
     for key, tensor in tensors.items():
         part, _, own = key.partition("/")
         states[part][own] = tensor
     return states, meta
+
+
+def _head(directory: str | Path, name: str) -> dict[str, Any]:
+    """The description that [`save`] has written, with the values of the parts."""
+    path = Path(directory, f"{name}.json")
+    meta = _parsed(path, path.read_bytes(), json.loads)
+    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+        raise CheckpointError(f"`{path}` was not written by lze_trl. Use a checkpoint of `LZEGRPOTrainer`.")
+    if (found := meta.get("schema_version")) != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"`{path}` has schema version {found}, and this lze_trl reads version {SCHEMA_VERSION}. Use the version of "
+            "lze_trl that wrote it, or start a new run from its model."
+        )
+    return meta
 
 
 def load_parts(directory: str | Path, parts: dict[str, Any]) -> dict[str, Any]:
@@ -129,21 +133,23 @@ def set_aside(run_dir: str | Path) -> Path | None:
 
 
 def is_complete(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint was written to its end: the trainer's state, its last file, can be read."""
-    try:
-        state = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())
+    """Whether a checkpoint was written to its end: the trainer's state, its last file, is that of its step, and ours can be read."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        step = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_bytes())["global_step"]
         load(checkpoint, STATE_NAME)
-    except (OSError, ValueError):
-        return False
-    step = state.get("global_step") if isinstance(state, dict) else None
-    return Path(checkpoint).name == f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        return Path(checkpoint).name == f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    return False
 
 
 def _description(checkpoint: Path) -> dict[str, Any]:
     """Description of a checkpoint that can be resumed; `OSError` or `ValueError` if something of it is missing or damaged."""
     json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     description = load(checkpoint, STATE_NAME)[1]
-    refuse_damaged(checkpoint, description.get("num_processes", 1))
+    processes = description.get("num_processes", 1)
+    rows = [f"{ROWS_NAME}_{rank}" for rank in range(processes if description.get("mid_batch") else 0)]
+    for name in rows:
+        _head(checkpoint, name)
+    refuse_damaged(checkpoint, processes, [f"{name}.{ARRAYS}" for name in rows])
     return description
 
 
@@ -152,13 +158,13 @@ def last_complete_checkpoint(run_dir: str | Path, tell: Callable[[str], None] | 
     Newest checkpoint of a run that was written to its end and can be resumed, or `None`. `tell` gets a sentence on each newer one.
     """
     for path in checkpoints(run_dir):
+        problem: Any = "it was not written to its end"
         try:
             if is_complete(path):
                 _description(path)
                 return str(path)
-            problem = "it was not written to its end"
         except (OSError, ValueError) as error:
-            problem = str(error)
+            problem = error
         if tell is not None:
             tell(f"`{path}` is passed over: {problem}.")
     return None
@@ -191,13 +197,14 @@ _FILES = {  # of which a checkpoint has one: whole or in shards; of LoRA, with s
 }
 
 
-def refuse_damaged(checkpoint: Path, num_processes: int):
+def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
     """
     Raise a [`CheckpointError`] if a checkpoint of some processes lacks a file that a resume needs, or has a part of one, which sizes
-    and tables of contents tell.
+    and tables of contents tell. `rows` are the names of those with the rows of a generation batch that is in use.
     """
     ranks = [""] if num_processes == 1 else [f"_{rank}" for rank in range(num_processes)]
     wanted = _FILES | {f"random numbers (`rng_state{rank}.pth`)": (f"rng_state{rank}.pth",) for rank in ranks}
+    wanted |= {f"rows (`{name}`)": (name,) for name in rows}
     missing = [what for what, names in wanted.items() if not any(list(checkpoint.glob(name)) for name in names)]
     for index in checkpoint.glob("*.index.json"):
         shards = set(_parsed(index, index.read_bytes(), json.loads)["weight_map"].values())
@@ -216,7 +223,7 @@ def refuse_damaged(checkpoint: Path, num_processes: int):
         why = ", as with `save_only_model`" if alone else ""
         raise CheckpointError(f"it lacks its {', '.join(missing)}{why}")
     for path in checkpoint.rglob("*"):
-        if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".distcp"):
+        if path.suffix in (".safetensors", f".{ARRAYS}", ".bin", ".pt", ".pth", ".distcp"):
             _refuse_cut_off(path)
 
 
@@ -225,7 +232,7 @@ _ZIP_END = 22  # bytes of the record at the end of a zip, as PyTorch writes them
 
 def _refuse_cut_off(path: Path):
     try:
-        if path.suffix == ".safetensors":
+        if path.suffix in (".safetensors", f".{ARRAYS}"):
             with safe_open(path, "numpy"):  # compares the size with the header
                 return
         with open(path, "rb") as file:

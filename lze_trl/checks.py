@@ -54,9 +54,7 @@ def prepare(
     makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
-    if not makes_prompts and not given.get("rollout_func"):  # which takes what it likes
-        train_dataset = _with_prompts_checked(train_dataset, "training set")
-        _with_prompts_checked(given.get("eval_dataset"), "evaluation set")
+    train_dataset = with_prompts_checked(train_dataset, "training set", given)
     controller = controller or args.make_controller()
     voting: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     votes = get_callable_name(voting[0]) if voting else None
@@ -211,8 +209,13 @@ def _refuse_unfit_object(name: str, kind: Any, value: Any):
     raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
-def _with_prompts_checked(dataset: Any, called: str) -> Any:
-    """Refuse rows without a prompt, which fail in the tokenizer or train on nothing; those of a stream when they come."""
+def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> Any:
+    """
+    Refuse rows without a prompt, which fail in the tokenizer or train on nothing; those of a stream when they come. What an environment
+    or a `rollout_func` among the `given` arguments of the trainer reads is up to these.
+    """
+    if given.get("environment_factory") or given.get("rollout_func"):
+        return dataset
 
     def check(prompt: Any, row: int) -> dict[str, Any]:
         if not is_prompt(prompt):
@@ -223,7 +226,7 @@ def _with_prompts_checked(dataset: Any, called: str) -> Any:
         return {}
 
     if isinstance(dataset, dict):
-        return {name: _with_prompts_checked(rows, f"{called} {name!r}") for name, rows in dataset.items()}
+        return {name: with_prompts_checked(rows, f"{called} {name!r}", given) for name, rows in dataset.items()}
     if isinstance(dataset, IterableDataset):
         return dataset.map(lambda row, i: check(row["prompt"], i) if "prompt" in row else {}, with_indices=True)
     for row, prompt in enumerate(prompts_of(dataset)):

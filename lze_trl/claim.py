@@ -74,9 +74,8 @@ def _refusal(lease: SoftFileLease, path: Path) -> str | None:
                         f"Wait for its end, end it (`kill {owner.pid}` there), or set another `output_dir`."
                     )
     except OSError as error:
-        return (
-            f"`{path.parent}` cannot be the output folder: {error.strerror}. Mend that, or set another `output_dir`."
-        )
+        why = error.strerror
+        return f"`{path.parent}` cannot be the output folder: {why}. Make it a folder with free space, or set another `output_dir`."
 
 
 def _lost(compromise: LeaseCompromise):

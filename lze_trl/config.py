@@ -15,7 +15,7 @@ from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutCon
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
 from .settings import SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
-from .strategies import DEFAULT, REMOVED, STRATEGIES, settings_of
+from .strategies import DEFAULT, STRATEGIES, settings_of
 
 
 SELECTORS = ("energy", "variance", "random", "all", "zero_variance")
@@ -237,11 +237,6 @@ class LZEGRPOConfig(GRPOConfig):
     hub_telemetry_id: str | None = None
     hub_telemetry_texts: list[str] | None = None
     summary: bool = True
-
-    def __new__(cls, *args: Any, **kwargs: Any):
-        for name in kwargs.keys() & REMOVED:
-            raise ValueError(f"`{name}` is no setting any more. {REMOVED[name]}")
-        return super().__new__(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         # What a checkpoint holds as `training_args.bin`: no tokens and passwords

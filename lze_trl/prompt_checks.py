@@ -53,7 +53,7 @@ def context_of(config: Any) -> int | None:
     length, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if length and rope.get("rope_type") in ("linear", "dynamic", "yarn"):
         length = max(length, int((rope.get("original_max_position_embeddings") or length) * rope.get("factor", 1.0)))
-    return length
+    return length if length and length > 0 else None  # XLNet has −1 for none
 
 
 def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list[int]]:
@@ -122,15 +122,15 @@ class Context:
 
     def fitting(self, dataset: Any, called: str, on_main: Callable = lambda function: function()) -> tuple[Any, str]:
         """
-        A dataset, or a dictionary of them, without the prompts that leave no token for a completion, and a sentence on them, which is
-        also logged. `on_main` calls a function on the main process. Those of a stream are told and left out when they come.
+        A dataset, or a dictionary of them, without the prompts that leave no token for a completion, and a sentence on them without their
+        texts, which is also logged. `on_main` calls a function on the main process. Those of a stream are told and left out when they come.
         """
         if isinstance(dataset, dict):
             return {name: self.fitting(rows, f"{called} {name!r}", on_main)[0] for name, rows in dataset.items()}, ""
         if isinstance(dataset, IterableDataset):
             return dataset.filter(lambda row: self._fits(row.get("prompt"))), ""
         out, longest = on_main(lambda: self.measured(prompts_of(dataset)))
-        if longest + self.completion > self.length:
+        if longest and longest + self.completion > self.length:
             logger.warning(
                 "Prompts of the %s have up to %d tokens, and with `max_completion_length=%d` more than the context of %d. vLLM ends "
                 "completions there, and transformers may fail or write nonsense. Use a smaller `max_completion_length`.",
@@ -142,10 +142,9 @@ class Context:
         shown = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in [*out.items()][:_SHOWN])
         told = (
             f"Left out {len(out):,} of {len(dataset):,} prompts of the {called}, which leave no room in the context of {self.length:,} "
-            f"tokens: rows {shown}{', …' * (len(out) > _SHOWN)}. The first begins {repr(first)[:60]}. Shorten them, or use "
-            "a model or server with a longer context."
+            f"tokens: rows {shown}{', …' * (len(out) > _SHOWN)}. Shorten them, or use a model or server with a longer context."
         )
-        logger.warning(told)
+        logger.warning("%s The first begins %.60r.", told, first)
         return dataset.select([row for row in range(len(dataset)) if row not in out]), told
 
     def _fits(self, prompt: Any) -> bool:

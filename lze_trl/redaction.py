@@ -1,7 +1,7 @@
 """What of settings and texts is shown, written or published: no secrets, and on the Hub no place of this machine either."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -24,13 +24,16 @@ def redacted(value: Any, mark: str | None = HIDDEN, name: str = "") -> Any:
     A setting, called `name`, without secrets: the mark in place of texts whose name ends in token, key, secret, password and the
     like, at any depth, and no login in addresses. Anything else is returned as it is.
     """
+    return _changed(value, name, lambda text, n: mark if text and _SECRET_NAME.search(n) else without_secrets(text))
+
+
+def _changed(value: Any, name: str, change: Callable[[str, str], str | None]) -> Any:
+    """A value with each text in it changed, given its name: its key in a mapping, unless the mapping has the name of a secret."""
     if isinstance(value, Mapping):
-        return {k: redacted(v, mark, name if _SECRET_NAME.search(name) else str(k)) for k, v in value.items()}
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(redacted(item, mark, name) for item in value)
-    if type(value) is str:
-        return mark if value and _SECRET_NAME.search(name) else without_secrets(value)
-    return value
+        return {k: _changed(v, name if _SECRET_NAME.search(name) else str(k), change) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_changed(item, name, change) for item in value)
+    return change(value, name) if type(value) is str else value
 
 
 def without_secrets(text: str) -> str:
@@ -38,17 +41,15 @@ def without_secrets(text: str) -> str:
     return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub("", text))
 
 
-def public(value: Any, name: str = "") -> Any:
+def public(value: Any) -> Any:
     """A setting without secrets, of whose absolute paths the last part is left, and of whose addresses no host."""
-    if isinstance(value, Mapping):
-        return {k: public(v, str(k)) for k, v in redacted(value, name=name).items()}
-    if isinstance(value, list | tuple):
-        return [public(item, name) for item in value]
-    if not isinstance(value, str):
-        return value
-    if value and _HOST_NAME.search(name):
-        return HIDDEN
-    return _ADDRESS.sub(HIDDEN, _PATH.sub(_last_part, str(redacted(value, name=name))))
+
+    def change(text: str, name: str) -> str:
+        if text and (_SECRET_NAME.search(name) or _HOST_NAME.search(name)):
+            return HIDDEN
+        return _ADDRESS.sub(HIDDEN, _PATH.sub(_last_part, without_secrets(text)))
+
+    return _changed(value, "", change)
 
 
 def _last_part(path: re.Match) -> str:

@@ -9,7 +9,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from .memory.state import MAX_STREAK
 from .names import near
 from .redaction import redacted
-from .strategies import REMOVED
 
 
 SETTING_BLOCKS = ("selector_kwargs", "planner_kwargs", "controller_kwargs", "vllm_server_kwargs", "self_play")
@@ -136,8 +135,9 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
     known = {f.name: f.default for f in fields(owner) if f.name not in _SET_ELSEWHERE}
     for name in given:
         if name not in known:
-            hint = f" {REMOVED[name]}" if name in REMOVED else near(str(name), known)
-            raise ValueError(f"`{block}` has no setting {name!r} here.{hint} It takes {list(known)}.")
+            raise ValueError(
+                f"`{block}` has no setting {name!r} here.{near(str(name), known)} It takes {list(known)}."
+            )
     values = known | defaults | dict(given)
     hints = get_type_hints(owner)
     for name, value in values.items():

@@ -1,6 +1,7 @@
 """The trainer: TRL's GRPO, trained on the groups that are worth a gradient."""
 
 import copy
+import inspect
 import logging
 import math
 import signal
@@ -175,10 +176,12 @@ class LZEGRPOTrainer(GRPOTrainer):
             )
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         own_sampler = _override(type(self), "_get_train_sampler")
+        kwargs |= zip([*inspect.signature(GRPOTrainer).parameters][4:], positional, strict=False)
         given = kwargs | {"instruction": instruction}
         train_dataset, controller, self.resolved = checks.prepare(
             args, train_dataset, funcs, given, planner, controller, own_sampler, selector
         )
+        kwargs["eval_dataset"] = checks.with_prompts_checked(kwargs.get("eval_dataset"), "evaluation set", given)
         callables = [
             reader(func, lambda ballots: None, list, True) if isinstance(func, GroupReward) else func for func in funcs
         ]
@@ -187,9 +190,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if isinstance(model, str):
             refuse_missing_model(model)
         with hidden(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
-            super().__init__(
-                model, None if reward_funcs is None else callables, args, train_dataset, *positional, **kwargs
-            )
+            super().__init__(model, None if reward_funcs is None else callables, args, train_dataset, **kwargs)
         checks.refuse_uneven_turns(args, self.accelerator, self.tools)
         recurring = train_dataset is not None
         if not recurring:
@@ -309,7 +310,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "trainer with the other data."
             )
         step, sampler = self.generation_step, _override(type(self), "_get_train_sampler")
-        given = {"rollout_func": self.rollout_func}
+        given = {"rollout_func": self.rollout_func, "environment_factory": dataset is not None and self.environments}
         dataset, controller, resolved = checks.prepare(
             self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector
         )
@@ -642,11 +643,10 @@ class LZEGRPOTrainer(GRPOTrainer):
                 with store.disk_errors(None, run_dir, self.resume_command):
                     yield
                 ended = "finished"
-            except (KeyboardInterrupt, Interrupted) as stop:
+            except (KeyboardInterrupt, Interrupted):
                 SIGNALS.note(signal.SIGINT)
-                stop.add_note(store.how_to_resume(run_dir, self.resume_command))
-                if isinstance(stop, Interrupted) and self.is_world_process_zero():  # Python shows none
-                    logger.warning(stop.__notes__[-1])
+                if self.is_world_process_zero():
+                    logger.warning(store.how_to_resume(run_dir, self.resume_command))
                 raise
             finally:
                 self._is_running = False

@@ -263,6 +263,15 @@ def test_a_prompt_is_its_row(tmp_path):
     assert len(trainer.prompt_state) == 9
 
 
+def test_other_rows_may_be_assigned_that_have_no_prompt_either(tmp_path):
+    case = CASES["no prompts"]
+    trainer = train(LZEGRPOTrainer, tmp_path, case, max_steps=2)
+    trainer.train_dataset = agents.rows().remove_columns("prompt").select(range(6))
+    trainer.train()
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        trainer.train_dataset = None
+
+
 def test_without_data_nothing_is_remembered_of_prompts(tmp_path, caplog):
     trainer = train(LZEGRPOTrainer, tmp_path, CASES["no data"], strategy="lze", max_steps=6)
     assert len(trainer.prompt_state) == 0

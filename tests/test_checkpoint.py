@@ -223,7 +223,11 @@ def of_deepspeed(run: Path) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("layout", [of_training, in_shards, of_lora, of_fsdp, of_deepspeed])
+def in_the_middle_of_a_batch(run: Path) -> Path:
+    return of_training(run, num_iterations=3, gradient_accumulation_steps=1)
+
+
+@pytest.mark.parametrize("layout", [of_training, in_shards, of_lora, of_fsdp, of_deepspeed, in_the_middle_of_a_batch])
 def test_a_checkpoint_with_a_damaged_file_is_neither_taken_nor_accepted(tmp_path, layout):
     newest = layout(tmp_path)
     assert refuse_non_checkpoint(newest)["global_step"] == 2

@@ -221,7 +221,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path, finished, spoil,
 # ---- Ctrl-C ----
 
 
-def test_an_interrupted_script_says_how_to_go_on(tmp_path):
+def test_an_interrupted_script_says_how_to_go_on(tmp_path, caplog):
     calls = []
 
     def impatient(completions, **kwargs):
@@ -231,11 +231,10 @@ def test_an_interrupted_script_says_how_to_go_on(tmp_path):
         return tiny.even_length_reward(completions)
 
     trainer = make(tmp_path, reward_funcs=impatient, telemetry=True, **SAVED)
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert caught.value.__notes__ == [
-        f"Stopped. To go on from `{tmp_path}/checkpoint-2`: `trainer.train(resume_from_checkpoint=True)`."
-    ]
+    told = f"Stopped. To go on from `{tmp_path}/checkpoint-2`: `trainer.train(resume_from_checkpoint=True)`."
+    assert caplog.messages.count(told) == 1
     assert open_run(tmp_path).summary()["groups"] == 6  # two batches of three, all on disk
     resumed = make(tmp_path, telemetry=True, **SAVED)
     resumed.train(resume_from_checkpoint=True)

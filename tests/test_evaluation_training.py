@@ -57,6 +57,12 @@ def test_the_reward_of_the_recipe_scores_unless_it_judges_groups(job, monkeypatc
     assert make_evaluation(script_args, args, script_args.eval_tasks).settings["reward"] == scored_by
 
 
+@pytest.mark.parametrize("top_k", [-1, 0, 5])
+def test_samples_are_drawn_as_in_training(job, top_k):
+    script_args, args, _ = parse_recipe(["--config", job(top_k=top_k)])
+    assert make_evaluation(script_args, args, script_args.eval_tasks, samples=2).decoding.top_k == max(top_k, 0)
+
+
 def test_a_set_may_be_evaluated_and_the_probe(job, tmp_path):
     script_args, args, _ = parse_recipe(["--config", job(probe_datasets=[str(tmp_path / "sums.jsonl")])])
     assert len(make_instruction(script_args, args).seeds.references) == 7

@@ -3,6 +3,7 @@
 import json
 import logging
 from datetime import date
+from functools import partial
 
 import pytest
 import torch
@@ -108,6 +109,11 @@ def test_what_is_no_prompt_is_named_with_its_row_wherever_it_comes_in(tmp_path, 
         tiny.make(tmp_path, dataset=dataset)
     with pytest.raises(ValueError, match=r"evaluation set 'held' has .* as the prompt of row 11\."):
         tiny.make(tmp_path, trainer={"eval_dataset": {"held": dataset}})
+    by_position = partial(tiny.LZEGRPOTrainer, tiny.model(), tiny.even_length_reward, tiny.config(tmp_path))
+    with pytest.raises(ValueError, match=r"evaluation set has .* as the prompt of row 11\."):
+        by_position(uneven(), dataset, tiny.tokenizer())
+    with pytest.raises(ValueError, match=r"evaluation set has .* as the prompt of row 11\."):
+        by_position(uneven(), dataset.to_iterable_dataset(), tiny.tokenizer()).evaluate()
     with pytest.raises(ValueError, match=r"training set has .* as the prompt of row 11\."):
         tiny.run(tmp_path, dataset=dataset.to_iterable_dataset(), max_steps=4)
 
@@ -137,10 +143,11 @@ def test_a_prompt_that_is_too_long_is_told_and_left_out(tmp_path, caplog, model)
     arguments = {"reward_funcs": reward, "trainer": {"model": model()}, "strategy": "grpo", "max_steps": 4}
     trainer = tiny.make(tmp_path, dataset=with_long(), **arguments)
     told = "Left out 1 of 13 prompts of the training set, which leave no room in the context of 64 tokens: rows 7 (120 tokens)"
-    assert told in caplog.text
+    assert told in caplog.text and "The first begins '1+1+" in caplog.text
     trainer.train()
     assert set(seen) == {row["prompt"] for row in tiny.prompts(12)}
-    assert told in trainer.generation_step.advice.lines(ended=True)["left_out"]
+    advice = trainer.generation_step.advice.lines(ended=True)["left_out"]
+    assert told in advice and "1+1+" not in advice  # which is published with the telemetry
     trainer.train_dataset = with_long(place=3)
     assert "rows 3 (120 tokens)" in caplog.text and len(trainer.train_dataset) == 12
     with pytest.raises(ValueError, match="has 2 different prompts, and a generation batch takes 3"):
@@ -231,3 +238,8 @@ def test_what_fits_is_told_of_with_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer = tiny.make(tmp_path)
     assert not caplog.text and not trainer.generation_step.advice.left_out
+
+
+def test_nothing_is_said_of_a_set_that_is_not_there(tmp_path, caplog):
+    tiny.make(tmp_path, max_completion_length=70)
+    assert "Prompts of the training set have up to " in caplog.text and "evaluation set" not in caplog.text

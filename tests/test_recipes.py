@@ -110,6 +110,20 @@ def test_flags_override_the_recipe(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        ("scale_rewards: false", "none"),
+        ("scale_rewards: true", "group"),
+        ("lora_target_modules: all-linear", "all-linear"),
+        ("lora_target_modules: [q_proj, v_proj]", ["q_proj", "v_proj"]),
+    ],
+)
+def test_what_libraries_take_is_taken(tmp_path, text, becomes):
+    _, training_args, model_args = parse_recipe([write(tmp_path, text), *ON_CPU])
+    assert (vars(training_args) | vars(model_args))[text.partition(":")[0]] == becomes
+
+
+@pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
         ("selection_ration: 0.4", "", r"no setting `selection_ration`\. Did you mean `selection_ratio`"),

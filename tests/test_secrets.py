@@ -14,7 +14,6 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from launches import run_to_end
 from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
-from lze_trl.record import Meta
 from lze_trl.redaction import public, redacted
 from test_hub import server  # noqa: F401  # a fixture
 
@@ -209,11 +208,3 @@ def test_a_configuration_shows_and_pickles_no_secret_and_keeps_its_own(tmp_path)
     for own in (config, copy.copy(config), copy.deepcopy(config)):
         assert own.hub_token == own.model_init_kwargs["token"] == SECRETS["hub_token"]
         assert own.vllm_server_urls == SECRETS["vllm_server_urls"]
-
-
-def test_settings_of_older_recordings_are_shown_without_secrets(tmp_path):
-    Meta({"a": 1}).write(tmp_path)
-    content = json.loads((tmp_path / "meta.json").read_text())
-    content["settings"] = {"model_init_kwargs.token": CANARY, "vllm_server_urls": SECRETS["vllm_server_urls"]}
-    (tmp_path / "meta.json").write_text(json.dumps(content))
-    assert CANARY not in str(Meta.read(tmp_path))

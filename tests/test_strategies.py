@@ -13,7 +13,7 @@ from lze_trl import LZEGRPOConfig
 from lze_trl.checks import prepare
 from lze_trl.job.recipe import RecipeError, check_recipe, parse_recipe
 from lze_trl.plan.planners import SolvedPlanner
-from lze_trl.strategies import DEFAULT, REMOVED, REMOVED_STRATEGIES, STRATEGIES, settings_of
+from lze_trl.strategies import DEFAULT, STRATEGIES, settings_of
 from samples import NAN
 
 
@@ -113,16 +113,12 @@ def test_every_way_to_give_it_is_the_same(tmp_path):
         assert values(args) | {"logging_dir": None} == values(whole) | {"logging_dir": None}
 
 
-UNKNOWN = {name: f"There is no `strategy` '{name}' any more. Write `strategy: " for name in REMOVED_STRATEGIES}
-UNKNOWN["dappo"] = r"`strategy` must be one of \['exact', 'gate', .*got 'dappo'\. Did you mean 'dapo'\?"
-
-
-@pytest.mark.parametrize("name", UNKNOWN)
-def test_an_unknown_one_is_refused_with_what_to_write(tmp_path, name):
-    with pytest.raises(ValueError, match=UNKNOWN[name]):
-        tiny.config(tmp_path, strategy=name)
-    with pytest.raises(RecipeError, match=UNKNOWN[name]):
-        parse_recipe(["--config", tiny.recipe(tmp_path, strategy=name)])
+def test_an_unknown_one_is_refused_with_what_to_write(tmp_path):
+    message = r"`strategy` must be one of \['exact', 'gate', .*got 'dappo'\. Did you mean 'dapo'\?"
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, strategy="dappo")
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe(["--config", tiny.recipe(tmp_path, strategy="dappo")])
 
 
 def test_a_setting_of_a_block_says_so(tmp_path):
@@ -142,15 +138,6 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path):
     resumed = tiny.make(tmp_path / "named", **spelled | {"max_steps": 3})
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_setting_of_an_earlier_version_says_what_to_write(tmp_path, name):
-    message = f"`{name}`.* is no setting any more. {REMOVED[name].split(':')[0]}"
-    with pytest.raises(ValueError, match=message):
-        LZEGRPOConfig(str(tmp_path), **{name: 1})
-    with pytest.raises(RecipeError, match=message):
-        check_recipe([f"--{name}=1"])
 
 
 @pytest.mark.parametrize(("strategy", "controller"), [("dapo", "gate"), ("reinforce_ada", "uniform")])
@@ -186,7 +173,6 @@ ADA, GRESO = {"controller": "reinforce_ada_balanced"}, {"planner": "greso"}
         ({"planner_kwargs": {"streak": 2.5}}, "`planner_kwargs`: `streak` must be a whole number, got 2.5"),
         ({"vllm_server_kwargs": {"sync_dir": 3}}, "`vllm_server_kwargs`: `sync_dir` must be a text or null, got 3"),
         ({"self_play": {"instruct": True, "template": "serll"}}, "`template` must be one of .*'serl'.* got 'serll'"),
-        ({"self_play": {"advantage_statistics": "drawn"}}, "no setting 'advantage_statistics' here. Leave it out: "),
         ({"self_play": True}, "`self_play` must be a mapping of settings to values, got True"),
         *(({"selection_ratio": value}, r"`selection_ratio` must be in \(0, 1\]") for value in (0, 1.4, NAN)),
         *(({"pass_threshold": value}, r"`pass_threshold` must be in \(-inf, inf\)") for value in (NAN, math.inf)),

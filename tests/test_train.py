@@ -132,6 +132,8 @@ def test_peft_recipe(job):
         ({"probe_datasets": ["gsm8"]}, "Unknown task 'gsm8'"),
         ({"reward_funcs": ["acuracy"]}, "Unknown reward function 'acuracy'. Did you mean 'accuracy'"),
         ({"per_device_train_batch_size": 52}, "12 different prompts, and a generation batch takes 13"),
+        # The others leave no room in the context
+        ({"prompt_suffix": "1" * 59, "per_device_train_batch_size": 20}, "4 different prompts, and .* takes 5"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_the_run_and_the_dry_run(job, keys, message):

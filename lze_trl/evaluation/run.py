@@ -105,12 +105,8 @@ class Evaluation:
         answers = engine.generate(requests, self.decoding)
         for request, output in tqdm(answers, total=len(requests), desc=task, disable=None if progress else True):
             problem, reached = request.problem, (output.tokens, output.truncated, output.text)
-            scored = (
-                *score(self.reward, problem, output.text, output.prompt_end),
-                *reached,
-                problem.gold,
-                problem.prompt,
-            )
+            told = score(self.reward, problem, output.text, output.prompt_end)
+            scored = *told, *reached, problem.gold, problem.prompt
             samples[problem.id, request.sample] = Sample(problem.id, request.sample, *scored)
         return [samples[request.problem.id, request.sample] for request in requests]
 

@@ -65,9 +65,8 @@ class Problem:
     @property
     def text(self) -> str:
         """The prompt without roles."""
-        return (
-            self.prompt if isinstance(self.prompt, str) else "\n".join(part["content"] or "" for part in self.prompt)
-        )
+        parts = [{"content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        return "\n".join(part["content"] or "" for part in parts)
 
 
 def find_tasks(names: Iterable[str]) -> list[Task]:

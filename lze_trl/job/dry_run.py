@@ -10,7 +10,7 @@ import torch
 from trl import ModelConfig
 from trl.trainer.utils import get_callable_name
 
-from ..checks import outcome_rule, prepare
+from ..checks import outcome_rule, prepare, refuse_too_few
 from ..config import LZEGRPOConfig
 from ..prompt_checks import Context
 from . import user_errors
@@ -45,15 +45,16 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     dataset, controller, resolved = prepare(args, rows, funcs, given)
     outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
     own = {name: init_kwargs[name] for name in ("revision", "trust_remote_code")}
-    different, left_out = len(dataset), ""
+    different, left_out, context, writes = len(dataset), "", None, args.self_play["instruct"]
     with suppress(*UNKNOWN):
-        if (context := Context.of_model(given["model"], args.max_completion_length or 0, **own)) is not None:
-            dataset, left_out = context.fitting(dataset, "training set")
+        context = Context.of_model(given["model"], args.max_completion_length or 0, **own)
+    if context is not None and not writes:
+        dataset, left_out = context.fitting(dataset, "training set")
+        refuse_too_few(dataset, args)
     groups, steps = args.generation_batch_size // args.num_generations, args.max_steps
     if steps <= 0:  # as transformers and TRL count them
         micro_steps = len(dataset) // groups * args.steps_per_generation * args.num_iterations
         steps = math.ceil(args.num_train_epochs * math.ceil(micro_steps / args.gradient_accumulation_steps))
-    writes = args.self_play["instruct"]
     facts = {
         "model": str(model_args.model_name_or_path),
         "strategy": f"{args.strategy}: selector {args.selector}, selection_ratio {args.selection_ratio}, "

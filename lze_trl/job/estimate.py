@@ -30,10 +30,8 @@ def estimated(
     model that cannot be run without memory.
     """
     own = {name: value for name, value in kwargs.items() if name in ("revision", "trust_remote_code")}
-    config, count = (
-        AutoConfig.from_pretrained(model, **own),
-        token_counter(AutoProcessor.from_pretrained(model, **own)),
-    )
+    config = AutoConfig.from_pretrained(model, **own)
+    count = token_counter(AutoProcessor.from_pretrained(model, **own))
     longest = max(max(count([prompt])) for prompt in prompts[:_SHOWN_PROMPTS])
     rows, tokens = args.per_device_train_batch_size, longest + args.max_completion_length
     dtype = kwargs.get("dtype") or "float32"  # as in TRL

@@ -46,7 +46,7 @@ def make_evaluation(
     script_args: LZEScriptArguments, args: LZEGRPOConfig, tasks: list[str], samples: int = 1, limit: int | None = None
 ) -> Evaluation:
     """An evaluation on tasks, with the prompts, the reward and the decoding of the training; of one sample, greedy."""
-    sampling: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+    sampling: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "top_k": max(args.top_k, 0)}
     decoding = Decoding(
         **(sampling if samples > 1 else {}),
         max_tokens=args.max_completion_length,

@@ -15,7 +15,7 @@ from ..config import LZEGRPOConfig
 from ..data import PromptStyle
 from ..rewards import MajorityReward
 from ..settings import RANGES, check_value
-from ..strategies import REMOVED, settings_of
+from ..strategies import settings_of
 from . import RecipeError, near_names, read_recipe, user_errors
 
 
@@ -98,6 +98,9 @@ class LZEScriptArguments:
 RECIPE_CLASSES: Any = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
 KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
 """Every known key of a recipe."""
+# What libraries take, and say so where they describe it, but not in the type that their parsers read
+_WIDER: dict[str, Any] = dict.fromkeys(("lora_target_modules", "lora_target_parameters"), list[str] | str | None)
+_WIDER |= {"scale_rewards": bool | str | None, "fsdp": bool | str | list[str] | None}
 
 
 def parse_recipe(
@@ -137,6 +140,7 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
     for name in LZEGRPOConfig._VALID_DICT_FIELDS:
         _refuse_unreadable_mapping(name, values[name])
     hints = {name: hint for recipe_class in RECIPE_CLASSES for name, hint in get_type_hints(recipe_class).items()}
+    hints |= _WIDER
     with user_errors():
         settings_of(values["strategy"])
         for name in recipe.keys() - {"strategy", "resume_from_checkpoint"}:  # which may be true
@@ -160,8 +164,6 @@ def _refuse(unknown: str):
     name = unknown.lstrip("-").replace("-", "_")
     if not unknown.startswith("--"):
         raise RecipeError(f"Unexpected argument `{unknown}`. Flags are written `--name value`.")
-    if name in REMOVED:
-        raise RecipeError(f"`{name}` is no setting any more. {REMOVED[name]}")
     blocks = " or ".join(f"`{block}`" for block, names in RANGES.items() if name in names)
     hint = f" It is a setting of {blocks}." if blocks else near_names(name, KEYS)
     raise RecipeError(f"There is no setting `{name}`.{hint}")

@@ -173,15 +173,10 @@ def _run(script_args: Any, training_args: Any, model_args: Any, before_training:
         before_training(trainer)
     on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
     sources = on_the_hub[0] if len(on_the_hub) == 1 else on_the_hub
-    try:
-        with trainer.running():
-            trainer.train(resume_from_checkpoint=checkpoint)
-            with disk_errors(output_dir, output_dir, trainer.resume_command):
-                accuracy = evaluate_and_save(trainer, sources)
-    except KeyboardInterrupt as stop:
-        if trainer.is_world_process_zero():
-            logger.warning(stop.__notes__[-1])
-        raise
+    with trainer.running():
+        trainer.train(resume_from_checkpoint=checkpoint)
+        with disk_errors(output_dir, output_dir, trainer.resume_command):
+            accuracy = evaluate_and_save(trainer, sources)
     savings = trainer.savings()
     publish(trainer, sources)
     trainer.end()

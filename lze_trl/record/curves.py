@@ -27,10 +27,9 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     tokens are those rolled out.
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
-    columns |= {name: f"avg({name})" for name in ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean")}
-    # Recordings of earlier versions have neither
-    columns["dead_share"] = "avg(CASE WHEN stopped IS NULL THEN dead / groups ELSE dead_share END)"
-    parts = {"live": "groups - dead", "dead": PAID, "stopped": "coalesce(stopped, 0)"}
+    means = ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean", "dead_share")
+    columns |= {name: f"avg({name})" for name in means}
+    parts = {"live": "groups - dead", "dead": PAID, "stopped": "stopped"}
     columns |= {name: f"sum({part}) / sum(groups)" for name, part in parts.items()}
     for unit in UNITS:
         kinds = ["rollout"] if unit == "tokens" else KINDS

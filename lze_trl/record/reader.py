@@ -19,7 +19,7 @@ from .writer import list_parts
 
 
 _LOADED = ("generations", "steps")  # small tables, of which every view of the app shows something
-PAID = "dead - coalesce(stopped, 0)"
+PAID = "dead - stopped"
 """Of a row of `generations`, the dead groups that were drawn in full."""
 
 _PATTERN = re.compile(r"[\[\]*?{}]|[\udc80-\udcff]")  # in a path, DuckDB may read it as a pattern, or cannot take it

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
-from ..redaction import redacted
 from ..version import __version__
 
 
@@ -83,9 +82,7 @@ class Meta:
 
     def write(self, directory: Path):
         """Write the file atomically."""
-        content = json.dumps(
-            {"format": FORMAT, **asdict(self), "settings": redacted(self.settings)}, indent=2, default=str
-        )
+        content = json.dumps({"format": FORMAT, **asdict(self)}, indent=2, default=str)
         write_atomically(directory / META_FILE, content.encode())
 
     @classmethod
@@ -95,7 +92,6 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
-                content["settings"] = redacted(dict(content["settings"]))  # of a version that wrote them down
                 return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
         except FileNotFoundError:
             raise MissingTelemetryError(
@@ -117,9 +113,7 @@ class Meta:
 class Status:
     """Content of `status.json`."""
 
-    state: str = (
-        "unknown"  # running, finished, interrupted (by a signal, as Ctrl-C), failed or crashed; unknown without a file
-    )
+    state: str = "unknown"  # running, finished, interrupted (by a signal or Ctrl-C), failed, crashed; or no file
     time: float = 0.0  # of the last renewal, in Unix seconds
     max_steps: int = 0  # optimizer steps planned, 0 if unknown
     advice: list[str] = field(default_factory=list)  # sentences that are due, see [`~lze_trl.record.advice.Advice`]
