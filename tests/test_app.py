@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
@@ -20,6 +21,7 @@ from lze_trl.app import charts, views
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
 from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record.advice import Advice
 from lze_trl.record.curves import curve, energy_heat_map, logged_curves, outcome_name, reward_curves
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
@@ -162,7 +164,7 @@ def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     frame = run.prompts()
     pages = views.overview(run) + views.prompts(run, frame, len(frame))
     pages += views.prompt_detail(run, int(frame.prompt_id[0])) + views.table("runs", views.run_table({"a": run}))
-    texts = set(re.findall(r'<(?:div|th)[^>]* title="([^"]+)"', pages))
+    texts = set(re.findall(r'<(?:div|th|span)[^>]* title="([^"]+)"', pages))
     only_elsewhere = {"held-out accuracy", "held-out reward", "mean outcome", "problems"}
     assert texts == {escape(text) for name, text in MEANINGS.items() if name not in only_elsewhere}
 
@@ -205,14 +207,94 @@ def test_accuracy_means_held_out_accuracy(runs, tmp_path):
     run = open_run(runs / "a")
     assert outcome_name(run) == "pass rate"
     html = views.overview(run)
-    assert "accuracy" not in html.lower()
-    assert 'data-tile="pass rate"' in html
+    assert "accuracy" not in html.lower().replace("accuracy_reward", "")  # but in the name of a reward
     # One completion of five is half right
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
     record.prompts["pass_rate"][:] = [0.1, 0.5, 1.0]
     graded = record_run(tmp_path / "graded", [record])
     assert "mean outcome" in views.prompt_table(graded, graded.prompts())
-    assert 'data-tile="mean outcome"' in views.overview(graded)
+
+
+def card_of(html, name):
+    """Number and notes of a card."""
+    (card,) = re.findall(rf'<div data-card="{name}".*?</strong>.*?</div>\n', html, re.S)
+    return re.search("<strong>(.*?)</strong>", card)[1], re.findall("<small>(.*?)</small>", card), "lze-little" in card
+
+
+def graded_record(generation, rewards, causes, **facts):
+    """A generation batch of groups of four by their rewards; a group with a cause is dead."""
+    record = next(
+        SyntheticTraining(num_prompts=len(rewards), groups_per_batch=len(rewards), group_size=4).generations(1)
+    )
+    record.generation = record.step = generation
+    outcomes = np.concatenate(rewards).astype(float)
+    record.rows |= {"reward": outcomes, "outcome": outcomes, "rewards": outcomes[:, None]}
+    record.prompts |= {"cause": np.array(causes), "dead": np.array(causes) != ""}
+    record.prompts["pass_rate"] = np.array([np.mean(group) for group in rewards])
+    record.ledger |= facts
+    return record
+
+
+def test_cards_say_what_is_learned_wasted_and_saved(tmp_path):
+    live, none, full = (0, 1, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1)
+    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "right", "held_out_prompts": 10}, ["right"]))
+    for generation in range(10):  # of the last fifth, two of three groups are dead, and both for one reason
+        groups, causes = ((live, none, none), ("", "hopeless", "hopeless"))
+        if generation < 8:
+            groups, causes = ((live, live, full), ("", "", "solved"))
+        writer.record(graded_record(generation, groups, causes))
+    for step, value in ((0, 0.25), (10, 0.0)):
+        writer.record_step(step, {"eval_rewards/right/mean": value, "eval_rewards/right/std": 0.1})
+    writer.close()
+    run = open_run(tmp_path)
+    value, notes, _ = card_of(views.cards(run), "learning")
+    assert value == "right 16.7 %" and "-0.500 on the fifth before" in notes[0]
+    assert notes[-1] == "held-out accuracy 0.0 % [0.0 %, 27.8 %], 25.0 % at step 0"  # Wilson, of ten prompts
+    value, notes, _ = card_of(views.cards(run), "wasted")
+    assert value == "66.7 %" and notes[1:] == ["100.0 % of these: all wrong", "40.0 % in the whole run"]
+    assert charts.sparkline(run).data[0].y.tolist() == pytest.approx([2 / 3] * 8 + [1 / 6] * 2)
+
+
+def test_savings_of_a_run_that_learned_little_are_no_success(tmp_path):
+    live, none = (0, 1, 0, 1), (0, 0, 0, 0)
+    for name, groups, causes in (
+        ("few", [live, *[none] * 9], ["", *["hopeless"] * 9]),
+        ("many", [live] * 10, [""] * 10),
+    ):
+        run = record_run(tmp_path / name, [graded_record(0, groups, causes)], Meta({}, ["right"]))
+        value, notes, is_little = card_of(views.cards(run), "saved")
+        assert value.endswith("×") and is_little == (name == "few")
+        assert ("most groups were dead, so this is little to save from" in notes) == is_little
+
+
+def test_the_most_severe_advice_is_said_and_the_others_are_folded(runs, tmp_path):
+    shutil.copytree(runs / "a", tmp_path / "a")
+    status = tmp_path / "a/telemetry/status.json"
+    lines = ["Lower `lr` <now>.", "Set `gate`.", "Rest."]
+    status.write_text(json.dumps({"state": "running", "advice": lines, "time": time.time()}))
+    html = views.cards(open_run(tmp_path / "a"))
+    assert re.findall(r'class="lze-advice">(.*?)</p>', html) == ["Lower <code>lr</code> &lt;now&gt;."]
+    assert "<summary>2 more</summary>" in html and "`" not in html
+    assert list(Advice._ordered({"gate": "", "left_out": "", "solved": "", "reward.1": "", "collapsed": ""})) == [
+        *("collapsed", "reward.1", "solved", "left_out", "gate")
+    ]
+
+
+def test_the_title_names_the_run_and_how_to_go_on_with_one_that_crashed(tmp_path):
+    tiny.run(tmp_path / "sums", telemetry=True, max_steps=2, trainer={"eval_dataset": tiny.prompts(3)})
+    status = tmp_path / "sums/telemetry/status.json"
+    run = open_run(tmp_path / "sums")
+    html = views.standing(run)
+    assert "<h1>sums</h1>" in html and "step 2 of 2" in html and re.search(r"\d+ s ago", html)
+    assert "<span>lze · qwen2, " in html and "weights · 11 prompts × 4 completions</span>" in html
+    assert run.meta.settings["held_out_prompts"] == 3 and "resume_from_checkpoint" not in html
+    status.write_text(json.dumps({"state": "running", "time": time.time() - 3600, "max_steps": 9}))
+    assert "It holds no checkpoint" in views.standing(run)
+    for step in (9, 10):
+        (tmp_path / f"sums/checkpoint-{step}").mkdir()
+    html = views.standing(run)
+    assert "crashed" in html and "<code>checkpoint-10</code>" in html
+    assert "<code>--resume_from_checkpoint auto</code>" in html
 
 
 def test_training_shows_what_the_trainer_logged(tmp_path):
@@ -241,8 +323,8 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
         compared = charts.comparison({"run": run}, "tokens", name).data[0]
         assert list(compared.y) == expected and list(compared.x) == [0, curve(run).tokens.iloc[-1]]
         assert views.run_table({"run": run})[name].tolist() == expected[-1:]
-    for text in ("held-out accuracy</span><strong>50.0 %", "svamp avg@1</span><strong>37.5 %"):
-        assert text in views.tiles(run)
+    for text in ("held-out accuracy 50.0 %, 25.0 % at step 0", "svamp avg@1 37.5 %, 12.5 % at step 0"):
+        assert f"<small>{text}</small>" in views.cards(run)  # how many prompts were held out is not known
     results = folder / "results.json"  # of an evaluation that is done again
     results.write_text(results.read_text().replace("0.375", "0.75"))
     assert views.run_table({"run": run})["svamp avg@1"].tolist() == [0.75]

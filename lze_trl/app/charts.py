@@ -15,6 +15,7 @@ from ..record.curves import (
     evaluated,
     is_share,
     logged_curves,
+    main_reward,
     outcome_name,
     reward_curves,
 )
@@ -81,6 +82,17 @@ def lines(
     if not series:
         figure.add_annotation(text="None was recorded.", showarrow=False).update_xaxes(visible=False)
     return figure.update_yaxes(range=y_range, visible=bool(series))
+
+
+def sparkline(run: Run) -> go.Figure:
+    """The reward that the run is judged by, without axes."""
+    values = main_reward(run)
+    figure = go.Figure(
+        layout={"height": 44, "margin": dict.fromkeys("lrtb", 2), "colorway": _COLOURS, "showlegend": False}
+    )
+    figure.update_layout(paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)")
+    figure.add_scatter(x=values.index, y=values, mode="lines")
+    return figure.update_xaxes(visible=False).update_yaxes(visible=False)
 
 
 def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:

@@ -1,6 +1,8 @@
 """The app: one page that follows the runs while they train, made of Gradio's own components and Plotly's charts."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,16 @@ const act = ({target}) => {
     if (innerWidth < 700) document.querySelector("#lze-detail")?.scrollIntoView({behavior: "smooth"});
   }
 };
+// Small charts within a text
+const draw = () => {
+  if (!window.Plotly) return setTimeout(draw, 50);
+  for (const place of element.querySelectorAll("[data-figure]:empty")) {
+    const {data, layout} = JSON.parse(place.dataset.figure);
+    Plotly.newPlot(place, data, layout, {responsive: true, staticPlot: true});
+  }
+};
+watch("value", () => requestAnimationFrame(draw));
+draw();
 element.addEventListener("click", act);
 element.addEventListener("keydown", (event) => {
   const step = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
@@ -113,9 +125,8 @@ class _Page:
         ids = book.ids
         with gr.Row(elem_id="lze-head"):
             with gr.Column(scale=3, min_width=280):
-                _html("title", value="<h1>Learning-Zone Energy</h1>")
                 self.standing = _html("standing")
-            self.run = gr.Dropdown(ids, value=book.latest, label="Run", elem_id="lze-run", min_width=200)
+            self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
@@ -125,7 +136,7 @@ class _Page:
             self.tabs = [gr.Tab(name, id=name) for name in TABS]
         overview, prompts, runs, compare, settings = self.tabs
         with overview:
-            self.tiles = _html("overview")
+            self.cards = _html("overview")
             self.plots = _charts(charts.OVERVIEW_CHARTS)
             self.costs = _html("cost")
             with gr.Accordion("What other strategies would cost", open=False):
@@ -184,7 +195,7 @@ class _Page:
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
-        gr.on(None, self._look, None, [self.run, self.runs], **quiet).then(**show)
+        gr.on(None, self._begin, controls, [*shown, self.run, self.runs], **quiet)
         for tab in self.tabs:
             tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
@@ -231,11 +242,15 @@ class _Page:
             found = str(error)
         return gr.update(value=found, visible=True)
 
-    def _look(self) -> tuple[Any, Any]:
-        """Look for runs that have begun since the app was started."""
+    def _begin(self, *values: Any) -> Iterator[dict[Any, Any]]:
+        """Look for runs that have begun since the app was started, and show the latest."""
         self.book.look()
-        ids = self.book.ids
-        return gr.update(choices=ids, value=self.book.latest), gr.update(choices=ids, value=ids[:8])
+        ids, latest = self.book.ids, self.book.latest
+        given = dict(zip(self.controls, values, strict=True)) | {"run": latest, "runs": ids[:8]}
+        begun = {self.run: gr.update(choices=ids, value=latest), self.runs: gr.update(choices=ids, value=ids[:8])}
+        for changes in self._show(*given.values()):
+            yield begun | changes
+            begun = {}
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
@@ -248,21 +263,27 @@ class _Page:
                 versions.append(str(error))
         return versions
 
-    def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
+    def _follow(self, seen: list[Any] | None, *values: Any) -> Iterator[dict[Any, Any]]:
         given = dict(zip(self.controls, values, strict=True))
-        return gr.skip() if self._version(given) == seen else self._show(*values)
+        if seen is not None and self._version(given) != seen:
+            yield from self._show(*values)
+        elif seen is not None and given["tab"] not in ("Runs", "Compare"):
+            with suppress(TelemetryError):
+                yield {self.standing: views.standing(self.book.open(given["run"]))}  # says how long ago
 
-    def _show(self, *values: Any) -> dict[Any, Any]:
-        """What changes on the page, by component: only the open tab."""
+    def _show(self, *values: Any) -> Iterator[dict[Any, Any]]:
+        """What changes on the page, by component: only the open tab, what takes longer last."""
         given = dict(zip(self.controls, values, strict=True))
         changes: dict[Any, Any] = {self.seen: self._version(given)}
         try:
             if given["tab"] in ("Runs", "Compare"):
-                return changes | self._show_runs(given)
+                yield changes | self._show_runs(given)
+                return
             run = self.book.open(given["run"])
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
-                changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run)}
+                yield changes | {self.cards: views.cards(run, charts.sparkline(run).to_json())}
+                changes = {self.costs: views.costs(run)}
                 shown = (figure.to_json() for figure in charts.overview(run))
                 changes |= dict(zip_longest(self.plots, shown, fillvalue=""))  # none before the first batch
             elif given["tab"] == "Prompts":
@@ -270,9 +291,9 @@ class _Page:
             else:
                 changes[self.settings] = views.settings(run)
         except TelemetryError as error:
-            changes |= {self.standing: views.HTML.problem(error), self.tiles: "", self.costs: ""}
+            changes |= {self.standing: views.HTML.problem(error), self.cards: "", self.costs: ""}
             changes |= dict.fromkeys(self.plots, "")
-        return changes
+        yield changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
         state, search = None if given["state"] == "all" else given["state"], given["search"]

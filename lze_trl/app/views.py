@@ -2,7 +2,6 @@
 
 import json
 import re
-from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,37 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
-from ..record.curves import GRADED, curve, evaluated, is_share, outcome_name
+from ..record.causes import CAUSES
+from ..record.curves import (
+    GRADED,
+    HELD_OUT,
+    curve,
+    evaluated,
+    interval,
+    is_share,
+    last_fifth,
+    main_reward,
+    outcome_name,
+    reward_curves,
+    waste,
+)
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
-from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
-from ..record.numbers import number, percent
+from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, time_of_plain
+from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
 from .meanings import MEANINGS
 
 
-_TILES = 4  # at most, of what the run was evaluated on
 _FEW_LIVE = 0.2  # share of live groups below which little was learned, whatever was saved
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
+_CODE = re.compile("`([^`]+)`")
 _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")  # as the recorder writes messages
 
 # Beginnings of settings that do not describe the experiment: where a run writes, what it logs, where its servers are
@@ -44,7 +56,8 @@ _environment = Environment(
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-_environment.filters |= {"number": number, "percent": percent}
+_environment.filters |= {"number": number, "percent": percent, "ago": ago}
+_environment.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
 _environment.globals |= {"plain": PLAIN, "zip": zip, "meanings": MEANINGS}
 _environment.globals |= {"headline": headline, "skipped_visits": skipped_visits}
 
@@ -53,16 +66,17 @@ HTML: Any = _environment.get_template("pages.html").module
 
 
 def overview(run: Run) -> Markup:
-    """Where the run stands, and what it cost."""
-    return tiles(run) + costs(run)
+    """The cards of the run, and what it cost."""
+    return cards(run) + costs(run)
 
 
-def tiles(run: Run) -> Markup:
-    """The numbers of the run, and advice."""
+def cards(run: Run, sparkline: str = "") -> Markup:
+    """Whether the run learns, what it wastes and what it saves, with the most severe advice; `sparkline` is a figure of its reward as JSON."""
     summary = run.summary()
     if not summary["generations"]:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
-    return HTML.tiles(_tiles(run, summary), Status.read(run.directory).advice)
+    found = [_learning(run), _wasted(run, summary), _saved(summary)]
+    return HTML.cards(found, sparkline, Status.read(run.directory).advice)
 
 
 def costs(run: Run) -> Markup:
@@ -104,29 +118,58 @@ def _next(name: str, is_number: bool, order: str | None) -> str | None:
     return name if order == f"-{name}" or (not is_number and order != name) else f"-{name}"
 
 
-def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and note of each number at the top."""
-    prompts, times = summary["prompts"], dict.fromkeys(("rollouts", "updates", "total"), "–")
-    times |= {work.name: work.times for work in against_plain(summary["ledger"])}
-    pass_rates = curve(run)["pass_rate"].dropna()  # NaN for a batch that pruning left empty
-    live = summary["groups"] - summary["dead"] - summary["stopped"]
-    few = f"; {live:,} live groups" + (", few to save for" if live < _FEW_LIVE * summary["groups"] else "")
-    first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
-    return [
-        ("step", f"{summary['steps']:,}", f"pass {summary['pass_index'] + 1} over the data"),
-        *(_held_out_tile(*line) for line in list(evaluated(run).items())[:_TILES]),
-        (outcome_name(run), percent(last), f"{percent(first)} at the start"),
-        ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
-        ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
-        ("groups trained on", percent(summary["selected"] / max(summary["groups"], 1)), f"of {summary['groups']:,}"),
-        ("FLOPs of plain GRPO", times["total"], f"rollouts {times['rollouts']}, updates {times['updates']}{few}"),
+def _learning(run: Run) -> tuple[str, str, list[str], bool]:
+    """Name, number and notes of a card, and whether the number says little."""
+    values = main_reward(run)
+    now, change = last_fifth(values)
+    show, rewards = fixed if values.name == "reward" else percent, reward_curves(run)
+    notes = [
+        "mean of the last fifth of the steps" + (f", {change:+.3f} on the fifth before" if change == change else "")
     ]
+    if len(rewards.columns) > 1:
+        parts = (f"{name} {fixed(last_fifth(rewards[name].dropna())[0])}" for name in rewards)
+        notes.append(f"rewards: {', '.join(parts)}")
+    for name, line in evaluated(run).items():
+        show_it, value = percent if is_share(name) else fixed, float(line.iloc[-1])
+        low, high = interval(run, name, value) if name.startswith(HELD_OUT) else (np.nan, np.nan)
+        between = f" [{show_it(low)}, {show_it(high)}]" if low == low else ""
+        begun = f", {show_it(line.iloc[0])} at step {line.index[0]}" if len(line) > 1 else ""
+        notes.append(f"{name} {show_it(value)}{between}{begun}")
+    return "learning", f"{values.name} {show(now)}", notes, False
 
 
-def _held_out_tile(name: str, values: pd.Series) -> tuple[str, str, str]:
-    show = percent if is_share(name) else number
-    begun = f"{show(values.iloc[0])} at step {values.index[0]}" if len(values) > 1 else ""
-    return name, show(values.iloc[-1]), begun
+def _wasted(run: Run, summary: dict[str, Any]) -> tuple[str, str, list[str], bool]:
+    share, cause, part = waste(run)
+    notes = ["of the groups of the last fifth of the steps were dead and drawn in full"]
+    notes += [f"{percent(part)} of these: {CAUSES[cause]}"] if cause else []
+    notes.append(f"{percent(summary['dead'] / max(summary['groups'], 1))} in the whole run")
+    if idle := summary["ledger"].get("skipped_updates"):
+        notes.append(f"{idle:,.0f} of {summary['steps']:,} steps made no update: no group had a gradient")
+    return "wasted", percent(share), notes, False
+
+
+def _saved(summary: dict[str, Any]) -> tuple[str, str, list[str], bool]:
+    totals, live = summary["ledger"], summary["groups"] - summary["dead"] - summary["stopped"]
+    if not (works := against_plain(totals)):
+        return "saved", "–", [TAUGHT_NOTHING], True
+    few, spent, plain = live < _FEW_LIVE * summary["groups"], works[-1], time_of_plain(totals)
+    rest = 1.0 - spent.ratio
+    notes = [f"the cost of plain GRPO: {percent(abs(rest))} {'saved' if rest >= 0 else 'more'}"]
+    fewer = {"completions": totals.get("plain_rows", 0) - totals.get("rows_rolled_out", 0)}
+    fewer |= {"tokens": totals.get("plain_tokens", 0) - totals.get("rollout_tokens", 0)}
+    kinds = [f"{number(abs(n))} {'fewer' if n >= 0 else 'more'} {name}" for name, n in fewer.items() if round(n)]
+    if plain:
+        minutes = (plain[1] - spent.seconds) / 60
+        kinds.append(f"{abs(minutes):.1f} min {'less' if minutes >= 0 else 'more'}")
+    notes += [", ".join(kinds)] if kinds else []
+    notes.append(
+        f"{totals.get('rows_rolled_out', 0) / live:.1f} completions for each of {live:,} live groups"
+        if live
+        else "no live group"
+    )
+    if few:
+        notes.append("most groups were dead, so this is little to save from")
+    return "saved", spent.times, notes, few
 
 
 def brightest(shares: np.ndarray) -> float:
@@ -135,11 +178,19 @@ def brightest(shares: np.ndarray) -> float:
 
 
 def standing(run: Run) -> Markup:
-    """Whether the run is training."""
-    status, left = run.status(), Status.read(run.directory).waits_for
-    return HTML.standing(
-        status, status["updated"] and datetime.fromtimestamp(status["updated"]), left or _left(status)
+    """Which run it is, whether it is training, and how to go on with one that stopped before its end."""
+    status, known = run.status(), run.meta.settings
+    size, count = known.get("num_generations"), known.get("train_prompts")
+    drawn = f"{f'{count:,} prompts' if count else 'prompts'} × {size} completions" if size else ""
+    model = str(known.get("model") or known.get("model_name_or_path") or "")
+    facts = [known.get("strategy"), model.rstrip("/").rpartition("/")[2], drawn]
+    checkpoints = [path.name for path in run.directory.parent.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    stopped, latest = (
+        status["state"] in ("crashed", "failed", "interrupted"),
+        max(checkpoints, key=lambda name: int(name[11:]), default=""),
     )
+    left = Status.read(run.directory).waits_for or _left(status)
+    return HTML.standing(run.name, " · ".join(str(fact) for fact in facts if fact), status, left, stopped, latest)
 
 
 def _left(status: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from .advice import accuracy_reward
+from .causes import CAUSES
 from .evaluations import task_curves
 from .ledger import KINDS, UNITS
 from .reader import PAID, Run
@@ -18,6 +19,7 @@ HELD_OUT = "held-out"
 """With what the names of curves over prompts that are never trained on begin."""
 
 GRADED = "mean outcome"
+_Z = 1.96  # standard errors to each side of a 95 % interval
 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
@@ -44,6 +46,61 @@ def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
     means = {name: f"avg(rewards[{index}])" for index, name in enumerate(run.meta.reward_labels, start=1)}
     frame = _binned(run, {"": "max(step) + 1"} | means, bins)  # a reward function may be named `step`
     return frame.set_index("").rename_axis("step")
+
+
+def main_reward(run: Run) -> pd.Series:
+    """The reward that the run is judged by, by step and as it was logged: that of [`accuracy_metric`], named by what it is called."""
+    name = accuracy_reward(run.meta.settings.get("pass_reward"), run.meta.reward_names)
+    if name in run.meta.reward_labels:
+        return reward_curves(run)[str(name)].dropna()
+    points = curve(run).set_index("step")
+    return points["reward_mean"].rename("reward").dropna()
+
+
+def last_fifth(values: pd.Series) -> tuple[float, float]:
+    """Mean over the last fifth of a curve, and what it is above the mean over the fifth before, NaN where there is none."""
+    size = max(1, len(values) // 5)
+    now, before = values[-size:].mean(), values[-2 * size : -size].mean()
+    return float(now), float(now - before)
+
+
+def waste(run: Run) -> tuple[float, str, float]:
+    """
+    Share of the groups of the last fifth of the generation batches that were dead and drawn in full, the most frequent cause, one of
+    [`CAUSES`], and its share of these dead groups; a share is NaN, and the cause `""`, where that is not known.
+    """
+    (row,) = (
+        run.arrow(f"""SELECT coalesce(sum(paid) / nullif(sum(groups), 0), 'nan') AS share, min(generation) AS first FROM (
+        SELECT generation, groups, {PAID} AS paid FROM generations
+        QUALIFY row_number() OVER (ORDER BY generation DESC) <= greatest(1, count(*) OVER () // 5))""").to_pylist()
+    )
+    causes = run.sql("SELECT cause FROM groups WHERE dead AND generation >= ? AND cause <> 'stopped'", [row["first"]])
+    shares = causes["cause"].value_counts(normalize=True)
+    cause = next((name for name in shares.index if name in CAUSES), "")
+    return float(row["share"]), cause, float(shares.get(cause, np.nan))
+
+
+def interval(run: Run, name: str, value: float) -> tuple[float, float]:
+    """
+    95 % interval of the last score of [`held_out_curves`] by a name, NaN where it is not known. Completions of one prompt resemble each
+    other, so that only prompts are counted: it is rather too wide. A share has the interval of Wilson.
+    """
+    count = run.meta.settings.get("held_out_prompts") or np.nan
+    if is_share(name):
+        middle, width = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count), _Z / (1 + _Z**2 / count)
+        half = width * np.sqrt(value * (1 - value) / count + (_Z / (2 * count)) ** 2)
+    else:
+        # The spread of a sum is at most the sum of those of its parts
+        names, weights = run.meta.reward_names, run.meta.settings.get("reward_weights")
+        parts = {name.removeprefix(f"{HELD_OUT} "): 1.0}
+        if parts.keys() == {"reward"}:
+            parts = dict(zip(names, weights or [1.0] * len(names), strict=False))
+        logged = logged_curves(run, [f"eval_rewards/{part}/std" for part in parts], bins=10**9)
+        spreads = {name.split("/")[1]: values.iloc[-1] for name, values in logged.items()}
+        half = _Z * sum(abs(weight) * spreads.get(part, np.nan) for part, weight in parts.items()) / np.sqrt(count)
+        middle = value
+    low, high = float(middle - half), float(middle + half)
+    return (max(0.0, low), min(1.0, high)) if is_share(name) else (low, high)
 
 
 def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
