@@ -22,7 +22,15 @@ from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
 from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
 from lze_trl.record.advice import Advice
-from lze_trl.record.curves import curve, energy_heat_map, logged_curves, outcome_name, reward_curves
+from lze_trl.record.curves import (
+    UNSEEN,
+    curve,
+    logged_curves,
+    outcome_histogram,
+    outcome_name,
+    prompt_flow,
+    reward_curves,
+)
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
 from test_telemetry import record_run
@@ -44,6 +52,13 @@ def runs(tmp_path_factory):
 def shown_lines(figures):
     """Values of every line, by the title of its chart and its name."""
     return {figure.layout.title.text: {line.name: line for line in figure.data} for figure in figures}
+
+
+def shown_rewards(figures):
+    """Values of training and held-out prompts, by the reward."""
+    figure = next(figure for figure in figures if figure.layout.title.text.startswith("Rewards"))
+    names = [title.text for title in figure.layout.annotations if title.text]
+    return {name: {t.name: t for t in figure.select_traces(row=row, col=1)} for row, name in enumerate(names, 1)}
 
 
 def rows_of(html, table):
@@ -179,16 +194,61 @@ def test_curves_are_means_of_the_generations_and_shown_by_the_charts(runs):
     halves = curve(run, bins=2)
     assert halves.generation.tolist() == [9, 19]
     assert halves.dead.iloc[0] == pytest.approx(generations.dead[:10].sum() / generations.groups[:10].sum())
-    shown = shown_lines(charts.overview(run))
-    energy_title = "Energy of the groups (below 0: dead)"
-    assert list(shown) == ["Pass rate", "Held-out accuracy", "Reward", energy_title, "Shares of the groups"]
-    line = shown["Pass rate"]["all rollouts"]
-    assert (list(line.x), list(line.y)) == (points.step.tolist(), points.pass_rate.tolist())
-    _, shares = energy_heat_map(run)
-    (energy,) = shown[energy_title].values()
-    assert np.array_equal(energy.z, 100 * shares.T)
-    assert energy.y[0] < 0 < energy.y[1]
-    assert energy.y[-1] < run.meta.energy_max < 2 * energy.y[-1] - energy.y[-2]
+    figures = charts.overview(run)
+    shown = shown_lines(figures)
+    assert len(shown) == len(figures) == charts.OVERVIEW_CHARTS
+    parts = shown["What became of the groups"]
+    np.testing.assert_allclose(sum(np.array(bar.y) for bar in parts.values()), 100.0)
+    assert list(parts["live"].y) == pytest.approx((100 * points.live).tolist())
+    assert list(shown["Tokens rolled out"]["this run"].y) == points.tokens.tolist()
+    assert list(shown["Tokens rolled out"]["plain GRPO"].y) == points.plain_tokens.tolist()
+    rewards = shown_rewards(figures)
+    assert list(rewards) == ["total", "accuracy_reward", "format_reward"]
+    assert list(rewards["total"]["training"].y) == points.reward_mean.tolist()
+
+
+def test_prompts_flow_between_the_states_that_the_page_lists(runs):
+    run = open_run(runs / "a")
+    flow, groups = prompt_flow(run), run.groups()
+    counts = {state: count for state, count in run.prompt_counts().items() if count}
+    last = {state: count for state, count in flow.iloc[-1].items() if count}
+    assert last == counts and {"solved", "hopeless", "pruned"} & set(counts)
+    for step in flow.index:  # all prompts that were visited until then have one
+        assert flow.loc[step].sum() == groups[groups.step < step].prompt_id.nunique()
+    assert flow.iloc[-1].to_dict() == prompt_flow(run, bins=3).iloc[-1].to_dict()
+    bars = shown_lines(charts.overview(run))["Prompts by their state: click to list them"]
+    assert list(bars["frontier (learnable)"].y) == flow["frontier"].tolist()
+    assert {key for bar in bars.values() for key in bar.customdata} == set(flow)
+
+
+def test_prompts_that_a_gate_stopped_stay_in_their_state_and_unseen_ones_are_counted(tmp_path):
+    live, none, full = (0, 1, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1)
+    records = [
+        graded_record(0, [live, none, full], ["", "hopeless", "solved"]),
+        graded_record(1, [none, full, none], ["stopped"] * 3),  # says nothing new
+        graded_record(2, [full, live, none], ["solved", "", "hopeless"]),
+    ]
+    run = record_run(tmp_path, records, Meta({"num_generations": 4, "train_prompts": 5}, ["right"]))
+    flow = prompt_flow(run)
+    assert flow.to_dict("list") == {UNSEEN: [2] * 3, "frontier": [1] * 3, "solved": [1] * 3, "hopeless": [1] * 3}
+    bars = shown_lines(charts.overview(run))["Prompts by their state: click to list them"]
+    assert bars[UNSEEN].customdata is None  # nothing to list
+    shares = outcome_histogram(run)
+    assert list(shares) == [f"{level}/4" for level in range(5)] and list(shares.index) == [1, 3]
+    assert shares.loc[1].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3])
+
+
+def test_rewards_are_drawn_one_by_one_with_their_range_and_held_out_beside_them(tmp_path):
+    writer = TelemetryWriter(tmp_path, Meta({"num_generations": 4}, ["right"]))
+    writer.record(graded_record(0, [(0, 1, 1, 1), (0, 0, 0, 1)], ["", ""]))
+    writer.record_step(1, {"eval_reward": 0.375, "eval_rewards/right/mean": 0.375, "completions/clipped_ratio": 0.5})
+    writer.close()
+    figures = charts.overview(open_run(tmp_path))
+    (found,) = shown_rewards(figures).values()  # one reward is the total
+    assert [list(found[name].y) for name in ("training", "held-out")] == [[0.5], [0.375]]
+    assert {shape.y0 for shape in figures[3].layout.shapes} == {0.25, 0.75}
+    lengths = shown_lines(figures)["Length of completions, and share cut off"]
+    assert list(lengths["cut off"].y) == [50.0] and {"outcome at least 0.5", "outcome below 0.5"} < set(lengths)
 
 
 def test_reward_functions_of_one_name_are_told_apart(tmp_path):
@@ -197,8 +257,8 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     run = record_run(tmp_path, [record], Meta(reward_names=["step", "reward", "reward"]))
     means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5}
     assert reward_curves(run).iloc[0].to_dict() == means
-    shown = shown_lines(charts.overview(run))["Reward"]
-    assert {name: line.y[0] for name, line in shown.items() if name != "total"} == means
+    shown = shown_rewards(charts.overview(run))
+    assert {name: lines["training"].y[0] for name, lines in shown.items() if name != "total"} == means
     detail = views.completions(run, int(record.prompts["prompt_id"][0]))
     assert "step 0, reward 0.25, reward (2) 0.5" in detail
 
@@ -298,7 +358,7 @@ def test_the_title_names_the_run_and_how_to_go_on_with_one_that_crashed(tmp_path
 
 
 def test_training_shows_what_the_trainer_logged(tmp_path):
-    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "accuracy_reward"}))
+    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "accuracy_reward"}, ["accuracy_reward", "b"]))
     writer.record_step(0, {"eval_rewards/accuracy_reward/mean": 0.25})
     for record in SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(30):
         writer.record(record)
@@ -314,9 +374,10 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
     run = open_run(tmp_path)
     assert logged_curves(run, ["loss"])["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
     assert logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
-    accuracy = shown_lines(charts.overview(run))["Held-out accuracy"]
     known = {"held-out accuracy": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}
-    assert {name: list(line.y) for name, line in accuracy.items()} == known
+    shown = shown_rewards(charts.overview(run))
+    assert list(shown["accuracy_reward"]["held-out"].y) == known["held-out accuracy"]
+    assert list(shown["evaluated tasks"]["svamp avg@1"].y) == known["svamp avg@1"]
     loss = charts.comparison({"run": run}, "step", "loss").data[0]
     assert list(loss.y[-2:]) == [14.0, 14.5]
     for name, expected in known.items():

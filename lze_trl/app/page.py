@@ -1,7 +1,6 @@
 """The app: one page that follows the runs while they train, made of Gradio's own components and Plotly's charts."""
 
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -131,13 +130,13 @@ class _Page:
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
         self.orders = gr.State({})  # by the id of a table, see [`views.table`]
-        self.seen = gr.State(None)  # what the page shows, as of [`_version`]
+        self.seen, self.drawn = gr.State(None), gr.State(None)  # what page and charts show, as of [`_version`]
         with gr.Tabs(elem_id="lze-tabs", overflow_behavior="wrap") as self.pages:
             self.tabs = [gr.Tab(name, id=name) for name in TABS]
         overview, prompts, runs, compare, settings = self.tabs
         with overview:
             self.cards = _html("overview")
-            self.plots = _charts(charts.OVERVIEW_CHARTS)
+            self.flow, self.plots = _chart(elem_id="lze-flow"), _charts(charts.OVERVIEW_CHARTS - 1)
             self.costs = _html("cost")
             with gr.Accordion("What other strategies would cost", open=False):
                 self.ask = gr.Button("Forecast from what this run has recorded", size="sm")
@@ -195,23 +194,35 @@ class _Page:
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
-        gr.on(None, self._begin, controls, [*shown, self.run, self.runs], **quiet)
+        plots = [self.flow, *self.plots, self.costs]
+        draw = {
+            "fn": self._draw,
+            "inputs": [self.seen, self.drawn, self.tab, self.run],
+            "outputs": [self.drawn, *plots],
+            **quiet,
+        }
+
+        def then_show(event: Any):
+            event.then(**show).then(**draw)
+
+        gr.on(None, self._begin, controls, [*shown, self.run, self.runs], **quiet).then(**draw)
         for tab in self.tabs:
-            tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
+            then_show(tab.select(lambda name=tab.label: name, None, self.tab, **quiet))
         for name, control in self.controls.items():
             if name not in ("tab", "run", "orders", "prompt", "visit"):
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
-        self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
+        then_show(self.run.input(lambda: ("", ""), None, of_prompt, **quiet))
         self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
-            part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
+            then_show(part.select(self._sort, self.orders, self.orders, **quiet))
         for part in (self.table, self.scatter):
-            part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
-        self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
+            then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
+        then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
+        then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(_REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
+        timer.tick(self._follow, [self.seen, *controls], shown, **quiet).then(**draw)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
         self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
@@ -220,6 +231,9 @@ class _Page:
 
     def _open_prompt(self, event: gr.EventData) -> tuple[str, str]:
         return event.row, ""
+
+    def _open_state(self, event: gr.EventData) -> tuple[Any, ...]:
+        return event.row, TABS[1], gr.Tabs(selected=TABS[1])
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
@@ -242,15 +256,13 @@ class _Page:
             found = str(error)
         return gr.update(value=found, visible=True)
 
-    def _begin(self, *values: Any) -> Iterator[dict[Any, Any]]:
+    def _begin(self, *values: Any) -> dict[Any, Any]:
         """Look for runs that have begun since the app was started, and show the latest."""
         self.book.look()
         ids, latest = self.book.ids, self.book.latest
         given = dict(zip(self.controls, values, strict=True)) | {"run": latest, "runs": ids[:8]}
         begun = {self.run: gr.update(choices=ids, value=latest), self.runs: gr.update(choices=ids, value=ids[:8])}
-        for changes in self._show(*given.values()):
-            yield begun | changes
-            begun = {}
+        return begun | self._show(*given.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
@@ -263,37 +275,45 @@ class _Page:
                 versions.append(str(error))
         return versions
 
-    def _follow(self, seen: list[Any] | None, *values: Any) -> Iterator[dict[Any, Any]]:
+    def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
         if seen is not None and self._version(given) != seen:
-            yield from self._show(*values)
-        elif seen is not None and given["tab"] not in ("Runs", "Compare"):
+            return self._show(*values)
+        if seen is not None and given["tab"] not in ("Runs", "Compare"):
             with suppress(TelemetryError):
-                yield {self.standing: views.standing(self.book.open(given["run"]))}  # says how long ago
+                return {self.standing: views.standing(self.book.open(given["run"]))}  # says how long ago
+        return gr.skip()
 
-    def _show(self, *values: Any) -> Iterator[dict[Any, Any]]:
-        """What changes on the page, by component: only the open tab, what takes longer last."""
+    def _draw(self, seen: list[Any] | None, drawn: list[Any] | None, tab: str, id: str) -> Any:
+        """The charts of the overview, which take longer than its cards, if what they show has changed."""
+        if tab != TABS[0] or seen == drawn:
+            return gr.skip()
+        plots = [self.flow, *self.plots]
+        with suppress(TelemetryError):
+            run = self.book.open(id)
+            shown = (figure.to_json() for figure in charts.overview(run))
+            # None before the first batch
+            return {self.drawn: seen, self.costs: views.costs(run)} | dict(zip_longest(plots, shown, fillvalue=""))
+        return {self.drawn: seen, self.costs: ""} | dict.fromkeys(plots, "")
+
+    def _show(self, *values: Any) -> dict[Any, Any]:
+        """What changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
         changes: dict[Any, Any] = {self.seen: self._version(given)}
         try:
             if given["tab"] in ("Runs", "Compare"):
-                yield changes | self._show_runs(given)
-                return
+                return changes | self._show_runs(given)
             run = self.book.open(given["run"])
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
-                yield changes | {self.cards: views.cards(run, charts.sparkline(run).to_json())}
-                changes = {self.costs: views.costs(run)}
-                shown = (figure.to_json() for figure in charts.overview(run))
-                changes |= dict(zip_longest(self.plots, shown, fillvalue=""))  # none before the first batch
+                changes[self.cards] = views.cards(run, charts.sparkline(run).to_json())
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)
             else:
                 changes[self.settings] = views.settings(run)
         except TelemetryError as error:
-            changes |= {self.standing: views.HTML.problem(error), self.cards: "", self.costs: ""}
-            changes |= dict.fromkeys(self.plots, "")
-        yield changes
+            changes |= {self.standing: views.HTML.problem(error), self.cards: ""}
+        return changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
         state, search = None if given["state"] == "all" else given["state"], given["search"]
@@ -333,7 +353,7 @@ class _Page:
             except TelemetryError as error:
                 problems.append(f"{id}: {error}")
                 runs.pop(id, None)
-        changes: dict[Any, Any] = {self.standing: views.HTML.problem(" ".join(problems)) if problems else ""}
+        changes: dict[Any, Any] = {self.standing: views.HTML.heading(given["tab"], " ".join(problems))}
         if given["tab"] == "Runs":
             table = views.run_table(runs, given["words"], order)
             return changes | {self.run_table: views.table("runs", table, order, given["run"])}

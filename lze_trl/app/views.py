@@ -124,7 +124,8 @@ def _learning(run: Run) -> tuple[str, str, list[str], bool]:
     now, change = last_fifth(values)
     show, rewards = fixed if values.name == "reward" else percent, reward_curves(run)
     notes = [
-        "mean of the last fifth of the steps" + (f", {change:+.3f} on the fifth before" if change == change else "")
+        "mean of the last fifth of the steps"
+        + (f", {round(change, 3) + 0.0:+.3f} on the fifth before" if change == change else "")
     ]
     if len(rewards.columns) > 1:
         parts = (f"{name} {fixed(last_fifth(rewards[name].dropna())[0])}" for name in rewards)
@@ -170,11 +171,6 @@ def _saved(summary: dict[str, Any]) -> tuple[str, str, list[str], bool]:
     if few:
         notes.append("most groups were dead, so this is little to save from")
     return "saved", spent.times, notes, few
-
-
-def brightest(shares: np.ndarray) -> float:
-    """The share that gets the brightest colour. A few extreme cells at the start of a run would make all others dark."""
-    return float(np.quantile(shares[shares > 0], 0.99)) if (shares > 0).any() else 1.0
 
 
 def standing(run: Run) -> Markup:

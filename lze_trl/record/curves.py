@@ -11,22 +11,32 @@ from .advice import accuracy_reward
 from .causes import CAUSES
 from .evaluations import task_curves
 from .ledger import KINDS, UNITS
-from .reader import PAID, Run
-from .schema import NUM_ENERGY_BINS
+from .reader import PAID, STATE, STATES, Run
 
 
 HELD_OUT = "held-out"
 """With what the names of curves over prompts that are never trained on begin."""
 
 GRADED = "mean outcome"
+UNSEEN = "never seen"
+PASSES = 0.5
+"""Outcome from which a completion counts as one that passes, where outcomes are graded."""
+
+_MOST_LEVELS = 16  # of outcomes that are shown one by one
 _Z = 1.96  # standard errors to each side of a 95 % interval
+
+
+# Each generation batch with the step at the end of its bin, as of `_binned`
+_BINS = """bins AS (SELECT generation, max(step) OVER (PARTITION BY bin) + 1 AS step FROM (
+    SELECT generation, step, (row_number() OVER (ORDER BY generation) - 1) * least(?::BIGINT, count(*) OVER ())
+        // count(*) OVER () AS bin FROM generations))"""
 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     """
     Neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means as they were logged; what became of
     the groups, as shares that add up to 1: `live`, `dead` and drawn in full, `stopped`; and the work so far by [`UNITS`], of which
-    tokens are those rolled out.
+    tokens are those rolled out, with those of plain GRPO as `plain_tokens`.
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
     columns |= {name: f"avg({name})" for name in ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean")}
@@ -38,6 +48,7 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
         kinds = ["rollout"] if unit == "tokens" else KINDS
         total = " + ".join(f"coalesce(ledger['{kind}_{unit}'], 0)" for kind in kinds)
         columns[unit] = f"arg_max({total}, generation)"
+    columns["plain_tokens"] = "arg_max(ledger['plain_tokens'], generation)"
     return _binned(run, columns, bins)
 
 
@@ -100,19 +111,86 @@ def interval(run: Run, name: str, value: float) -> tuple[float, float]:
         half = _Z * sum(abs(weight) * spreads.get(part, np.nan) for part, weight in parts.items()) / np.sqrt(count)
         middle = value
     low, high = float(middle - half), float(middle + half)
-    return (max(0.0, low), min(1.0, high)) if is_share(name) else (low, high)
+    if is_share(name):
+        return float(np.clip(low, 0.0, 1.0)), float(np.clip(high, 0.0, 1.0))
+    return (low, high) if half else (np.nan, np.nan)  # equal rewards tell nothing of those of other prompts
 
 
-def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
+def prompt_flow(run: Run, bins: int = 120) -> pd.DataFrame:
+    """How many prompts were in each of [`STATES`] that occurs after at most `bins` steps, indexed by step; those never seen, if that is known."""
+    changes = run.sql(
+        f"""WITH {_BINS}, visited AS (SELECT *, cause IS DISTINCT FROM 'stopped' AS whole FROM groups), sums AS (
+            SELECT prompt_id, generation, pruned, max(generation) FILTER (whole) OVER before AS last_whole,
+                max(generation) FILTER (whole AND pass_rate = 1) OVER before AS last_solved,
+                max(generation) FILTER (replayed AND pass_rate < 1) OVER before AS last_failed_recheck,
+                nullif(coalesce(last_value(CASE WHEN whole THEN coalesce(pass_rate, -1) END IGNORE NULLS) OVER before, pass_rate), -1) AS pass_rate,
+                coalesce(last_value(CASE WHEN whole THEN dead END IGNORE NULLS) OVER before, dead) AS dead
+            FROM visited WINDOW before AS (PARTITION BY prompt_id ORDER BY generation)
+        ), states AS (
+            SELECT prompt_id, generation, {STATE} AS state FROM sums
+        ), moves AS (
+            SELECT generation, state, lag(state) OVER (PARTITION BY prompt_id ORDER BY generation) AS earlier FROM states
+        ), changes AS (
+            SELECT generation, state, 1 AS change FROM moves WHERE state IS DISTINCT FROM earlier
+            UNION ALL SELECT generation, earlier, -1 FROM moves WHERE state <> earlier
+        ) SELECT bins.step, state, coalesce(sum(change), 0) AS change
+        FROM bins LEFT JOIN changes USING (generation) GROUP BY ALL""",
+        [bins],
+    )
+    counts = changes.dropna().pivot_table(index="step", columns="state", values="change", aggfunc="sum")
+    counts = counts.reindex(sorted(changes["step"].unique())).fillna(0).cumsum()
+    counts = counts[[state for state in STATES if state in counts]].astype(int)
+    if known := run.meta.settings.get("train_prompts"):
+        counts.insert(0, UNSEEN, (known - counts.sum(axis=1)).clip(lower=0))
+    return counts
+
+
+def outcome_histogram(run: Run, bins: int = 120) -> pd.DataFrame:
     """
-    Distribution of the energy over at most `bins` steps: the steps, shape `(T,)`, and shares of the groups, shape
-    `(T, 1 + NUM_ENERGY_BINS)`: the dead ones, then the live ones in energy bins of equal width up to `run.meta.energy_max`.
+    Shares of the groups that were drawn in full by their mean outcome: a column for 0, one for 1, and those between for the nearest of
+    equal steps, `1 / num_generations` wide if these are few; at most `bins` rows, indexed by step.
     """
-    levels = {f"level{index}": f"sum(energy_histogram[{index + 1}])::DOUBLE" for index in range(NUM_ENERGY_BINS)}
-    columns = {"step": "max(step) + 1", "groups": "sum(groups)::DOUBLE", "dead": "sum(dead)::DOUBLE"}
-    frame = _binned(run, columns | levels, bins)
-    groups = frame["groups"].clip(lower=1)  # pruning may have left nothing of a generation batch
-    return frame["step"].to_numpy(), frame[["dead", *levels]].div(groups, axis=0).to_numpy()
+    size = int(run.meta.settings.get("num_generations") or 8)
+    levels = max(2, size if size <= _MOST_LEVELS else 10)
+    counts = run.sql(
+        f"""WITH {_BINS} SELECT bins.step, count(*) AS groups, CASE WHEN pass_rate IN (0, 1) THEN pass_rate * ?
+            ELSE greatest(1, least(? - 1, round(pass_rate * ?))) END::INTEGER AS level
+        FROM groups JOIN bins USING (generation) WHERE pass_rate IS NOT NULL AND cause IS DISTINCT FROM 'stopped' GROUP BY ALL""",
+        [bins, levels, levels, levels],
+    )
+    table = counts.pivot(index="step", columns="level", values="groups").reindex(columns=range(levels + 1)).fillna(0)
+    return table.div(table.sum(axis=1), axis=0).rename(columns=lambda level: f"{level}/{levels}")
+
+
+def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
+    """Mean tokens of completions by step: of all as it was logged, and of the recorded ones by their outcome, see [`PASSES`]."""
+    found = run.sql(
+        f"""WITH {_BINS} SELECT bins.step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS tokens
+        FROM completions JOIN bins USING (generation) WHERE outcome IS NOT NULL GROUP BY ALL ORDER BY step""",
+        [bins],
+    )
+    every = logged_curves(run, [name := "completions/mean_length"], bins).get(name)
+    names = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}
+    by_outcome = {names[bool(passed)]: rows.set_index("step")["tokens"] for passed, rows in found.groupby("passed")}
+    return ({} if every is None else {"all": every}) | by_outcome
+
+
+def seconds_per_step(run: Run, bins: int = 120) -> pd.DataFrame:
+    """Seconds of a step by the kind of work, indexed by step: rollouts and rewards, log-probabilities, updates, and the choice of prompts and groups."""
+    kinds = KINDS | {"selection": "selection"}
+    columns = {name: f"arg_max(coalesce(ledger['{kind}_seconds'], 0), generation)" for kind, name in kinds.items()}
+    totals = _binned(run, {"step": "max(step) + 1"} | columns, bins).set_index("step")
+    spent = totals.diff().fillna(totals)
+    steps = pd.Series(totals.index, totals.index).diff().fillna(totals.index[0] if len(totals) else 1)
+    return spent.div(steps.clip(lower=1), axis=0).clip(lower=0)  # a resumed run may have lost some
+
+
+def reward_limits(run: Run) -> pd.DataFrame:
+    """Lowest and highest mean of a group of every reward function, one row each, and of the `total`."""
+    columns = {name: f"rewards[{index}]" for index, name in enumerate(run.meta.reward_labels, start=1)}
+    found = ", ".join(f"min({column}), max({column})" for column in ["reward_mean", *columns.values()])
+    values = run.sql(f"SELECT {found} FROM groups").to_numpy(dtype=float).reshape(-1, 2)
+    return pd.DataFrame(values, index=["total", *columns], columns=["low", "high"])
 
 
 def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.Series]:

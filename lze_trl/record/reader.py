@@ -32,12 +32,21 @@ the highest ones. A forgotten one was solved and pruned, failed its re-check, an
 stopped at every visit.
 """
 
+STATE = """CASE WHEN sums.pruned THEN 'pruned'
+    WHEN last_failed_recheck > coalesce(last_solved, -1) THEN 'forgotten'
+    WHEN pass_rate IS NULL THEN 'unscored'
+    WHEN last_whole IS NULL THEN 'stopped'
+    WHEN pass_rate = 1 THEN 'solved'
+    WHEN dead THEN 'hopeless'
+    ELSE 'frontier' END"""
+"""The state of a prompt in SQL, by what `sums` knows of its visits, and what was measured at the last one that was not stopped."""
+
 _MEASURED = ("energy", "difficulty", "uncertainty", "momentum", "pass_rate", "drawn")
 ORDERS = ("text", "state", *_MEASURED, "first_pass_rate", "visits")
 """What [`Run.prompts`] sorts by."""
 
 # One row per visited prompt: its latest visit that was not stopped, if there is one, and sums over all visits
-_PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH visited AS (
+_PROMPT_STATES = f"""CREATE OR REPLACE TABLE prompt_states AS WITH visited AS (
     SELECT *, cause IS DISTINCT FROM 'stopped' AS whole FROM groups), sums AS (
     SELECT prompt_id, max(generation) AS last_generation, max(step) AS last_step, max(visits) AS visits,
         arg_max(pruned, generation) AS pruned, max(generation) FILTER (whole) AS last_whole,
@@ -47,13 +56,7 @@ _PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH visited AS (
     FROM visited GROUP BY prompt_id)
 SELECT sums.*, size AS drawn, pass_rate, energy, difficulty, uncertainty, momentum, ema,
     CASE WHEN last_whole IS NOT NULL THEN first_pass_rate END AS first_pass_rate, reward_mean, dead,
-    CASE WHEN sums.pruned THEN 'pruned'
-        WHEN last_failed_recheck > coalesce(last_solved, -1) THEN 'forgotten'
-        WHEN pass_rate IS NULL THEN 'unscored'
-        WHEN last_whole IS NULL THEN 'stopped'
-        WHEN pass_rate = 1 THEN 'solved'
-        WHEN dead THEN 'hopeless'
-        ELSE 'frontier' END AS state
+    {STATE} AS state
 FROM sums JOIN groups ON groups.prompt_id = sums.prompt_id
     AND groups.generation = coalesce(sums.last_whole, sums.last_generation)"""
 

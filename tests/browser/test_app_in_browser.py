@@ -20,7 +20,7 @@ import pytest
 import lze_trl
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.app.charts import METRICS
+from lze_trl.app.charts import METRICS, OVERVIEW_CHARTS
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
 from lze_trl.record import Meta, TelemetryWriter, open_run
@@ -156,16 +156,9 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     page.wait_for_selector(".lze-cards")
     *_, total = against_plain(open_run(runs / "lze-a").summary()["ledger"])
     assert page.evaluate(CARDS)["saved"] == total.times
-    page.wait_for_selector(".lze-spark .js-plotly-plot")
+    page.wait_for_selector(".lze-spark.js-plotly-plot")
     assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
-    expected = [
-        "Pass rate",
-        "Held-out accuracy",
-        "Reward",
-        "Energy of the groups (below 0: dead)",
-        "Shares of the groups",
-    ]
-    wait_for(lambda: titles(page) == expected)
+    wait_for(lambda: len(titles(page)) == OVERVIEW_CHARTS)
     page.get_by_role("button", name="What other strategies would cost").click()
     page.get_by_role("button", name="Forecast").click()
     told = page.locator("#lze-forecast")
@@ -196,13 +189,27 @@ def test_page_follows_a_run(page, tmp_path):
         for record in islice(records, 6):
             writer.record(record)
             wait_for(lambda record=record: f"step {record.step + 1} " in standing.inner_text(), seconds=60)
-        wait_for(lambda: len(shown_lines(plot)["all rollouts"]) == 7)
+        wait_for(lambda: len(shown_lines(plot)["frontier (learnable)"]) == 7)
         assert plot.evaluate(ranges) == zoomed
         writer.close()
 
 
 CARDS = """() => Object.fromEntries([...document.querySelectorAll("[data-card]")].map(
     (card) => [card.dataset.card, card.querySelector("strong").innerText]))"""
+
+
+def test_a_click_on_a_state_lists_its_prompts(page, address, runs):
+    open_page(page, address)
+    plot = page.locator("#lze-flow .js-plotly-plot")
+    plot.wait_for(timeout=60_000)
+    bar = plot.locator(".bars .trace.bars").nth(2).locator(".point").last
+    state = plot.evaluate("(plot) => plot.data[2].customdata[0]")
+    box = bar.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    count = open_run(runs / "lze-a").prompt_counts()[state]
+    wait_for(lambda: page.locator("#lze-found").inner_text().strip().startswith(f"{count} prompt"))
+    assert page.locator("#lze-state input").input_value() == state
+    assert page.get_by_role("tab", name="Prompts").get_attribute("aria-selected") == "true"
 
 
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
