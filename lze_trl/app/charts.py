@@ -25,7 +25,7 @@ from ..record.curves import (
     reward_limits,
     seconds_per_step,
 )
-from ..record.numbers import number
+from ..record.numbers import number, percent
 from ..record.reader import STATES
 from .views import short_text
 
@@ -244,7 +244,9 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)
     figure = _figure("Energy of each prompt: click one to open it", outcome, showlegend=True, hovermode="closest")
-    texts = [escape(short_text(row)[:80]) for row in frame.to_dict("records")]
+    texts = [
+        f"{escape(short_text(row)[:80])}<br>{outcome} {percent(row['pass_rate'])}" for row in frame.to_dict("records")
+    ]
     # Pass rates of groups take few values: prompts with the same one are spread a little
     spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
     points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
@@ -259,8 +261,18 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
             marker={"color": _STATES[str(state)], "size": 8, "opacity": 0.7},
             text=found["text"],
             customdata=found["id"],
-            hovertemplate=f"%{{text}}<br>{outcome} %{{x:.2f}}, energy %{{y:.2f}}<extra></extra>",
+            hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
         )
+    rates = np.linspace(0.0, 1.0, 41)
+    figure.add_scatter(
+        x=rates,
+        y=4 * rates * (1 - rates),
+        name="E at D = 1, m = 0",
+        mode="lines",
+        line={"dash": "dot", "color": "#7a8794"},
+        hoverinfo="skip",
+    )
+    figure.update_xaxes(range=(-0.03, 1.03))
     return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))
 
 

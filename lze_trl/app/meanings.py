@@ -7,13 +7,18 @@ MEANINGS = {
     "drawn": "Completions of the visit that state, energy and outcome rest on: the last one that was not stopped early, if there is one.",
     "energy": "E = D · u · (1 + α · m): how much a prompt can teach now. 0 for a dead group.",
     "first": "Mean outcome at the first visit that could be scored.",
+    "last step": "Step of the latest visit. A bar marks the prompts of the latest batch of a running run.",
     "FLOPs": "Floating-point operations, estimated from tokens and the size of the model.",
     "held-out accuracy": "Mean of the pass reward over completions of prompts that are never trained on.",
     "held-out reward": "Mean reward of completions of prompts that are never trained on.",
     "learning": "Is the model getting better? The reward it is judged by, in training and on prompts it never trains on, with a 95 % interval.",
     "mean outcome": "Mean outcome of the completions, between 0 and 1. Rewards are graded here.",
     "momentum m": "How far the pass rate has moved from the average of earlier visits: twice the distance, at most 1.",
+    "best reward": "Highest value of the reward that the run is judged by.",
     "pass rate": "Share of the completions that pass, of the prompts trained on.",
+    "reward": "The reward that the run is judged by: mean of the last fifth of the steps.",
+    "started": "When the first batch was scored, by the clock of this machine.",
+    "wall time": "From the first batch to the last.",
     "plain GRPO": "FLOPs of plain GRPO for as many optimizer steps.",
     "problems": "Problems of the task that were answered.",
     "ratio": "FLOPs over those of plain GRPO. Below 1 ×, work was saved.",
@@ -31,4 +36,3 @@ MEANINGS = {
     "wasted": "Groups whose completions all have the same reward have no gradient: those drawn in full were paid for nothing.",
     "work": "Rollouts draw completions, updates train on them, logprobs compute their probabilities again.",
 }
-MEANINGS |= {name[-1]: MEANINGS[name] for name in ("difficulty D", "uncertainty u", "momentum m")}

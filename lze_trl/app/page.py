@@ -1,5 +1,7 @@
 """The app: one page that follows the runs while they train, made of Gradio's own components and Plotly's charts."""
 
+import json
+import re
 import sys
 from contextlib import suppress
 from itertools import zip_longest
@@ -25,11 +27,14 @@ _REFRESH_SECONDS = 1.0  # after which the page asks for what is new
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _COMPARED = 4  # charts that runs are compared by, at most
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
+_IN_ADDRESS = ("run", "tab", "prompt", "search")
 _LATEST = "the latest visit", ""
 _WAITS = "Choose a prompt to see its history."
 # A click on a heading sorts, one anywhere on a row opens it; so does the Enter key, and arrows move between rows
 _TABLES = """
 const act = ({target}) => {
+  const copied = target.closest("[data-copy]");
+  if (copied) return navigator.clipboard?.writeText(copied.dataset.copy);
   const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
   if (heading) trigger("select", {...heading.dataset});
   else if (row) {
@@ -48,6 +53,12 @@ const draw = () => {
 watch("value", () => requestAnimationFrame(draw));
 draw();
 element.addEventListener("click", act);
+// While the pointer is over a table, its rows keep their places
+element.addEventListener("mouseenter", () => {
+  const rows = [...element.querySelectorAll("tr[data-row]")].map((row) => row.dataset.row);
+  if (rows.length) trigger("focus", {rows});
+});
+element.addEventListener("mouseleave", () => trigger("blur", {rows: []}));
 element.addEventListener("keydown", (event) => {
   const step = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
   if (event.key === "Enter") act(event);
@@ -97,6 +108,15 @@ const draw = () => {
 watch("value", draw);
 draw();
 """
+# The run, tab, prompt and search stand in the address, so that a page can be loaded again, or sent
+_ADDRESS = """
+watch("value", () => {
+  const url = new URL(location);
+  for (const [name, value] of Object.entries(JSON.parse(props.value || "{}")))
+    value ? url.searchParams.set(name, value) : url.searchParams.delete(name);
+  history.replaceState(history.state, "", url);
+});
+"""
 _PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 
 
@@ -127,9 +147,11 @@ class _Page:
                 self.standing = _html("standing")
             self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
+        self.address = gr.HTML(html_template="", js_on_load=_ADDRESS)
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
         self.orders = gr.State({})  # by the id of a table, see [`views.table`]
+        self.held = gr.State([])  # prompts whose order stays, as the pointer is over them
         self.seen, self.drawn = gr.State(None), gr.State(None)  # what page and charts show, as of [`_version`]
         with gr.Tabs(elem_id="lze-tabs", overflow_behavior="wrap") as self.pages:
             self.tabs = [gr.Tab(name, id=name) for name in TABS]
@@ -185,7 +207,7 @@ class _Page:
         self.differing = _html("differences")
 
     def _connect(self):
-        names = "tab run orders smoothing search state prompt visit words runs metrics axis"
+        names = "tab run orders smoothing search state prompt visit words runs metrics axis held"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
         chosen = {*controls, self.live, self.ask, self.forecast} - {self.prompt, self.visit, self.metrics}
@@ -205,17 +227,25 @@ class _Page:
         def then_show(event: Any):
             event.then(**show).then(**draw)
 
-        gr.on(None, self._begin, controls, [*shown, self.run, self.runs], **quiet).then(**draw)
+        gr.on(
+            None,
+            self._begin,
+            controls,
+            [*shown, self.run, self.runs, self.tab, self.pages, self.prompt, self.search],
+            **quiet,
+        ).then(**draw)
         for tab in self.tabs:
             then_show(tab.select(lambda name=tab.label: name, None, self.tab, **quiet))
         for name, control in self.controls.items():
-            if name not in ("tab", "run", "orders", "prompt", "visit"):
+            if name not in ("tab", "run", "orders", "prompt", "visit", "held"):
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
         then_show(self.run.input(lambda: ("", ""), None, of_prompt, **quiet))
         self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
-            then_show(part.select(self._sort, self.orders, self.orders, **quiet))
+            then_show(part.select(self._sort, self.orders, [self.orders, self.held], **quiet))
+        for event in (self.table.focus, self.table.blur):
+            event(self._hold, None, self.held, **quiet)
         for part in (self.table, self.scatter):
             then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
         then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
@@ -226,8 +256,11 @@ class _Page:
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
         self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
-    def _sort(self, orders: dict[str, str], event: gr.EventData) -> dict[str, str]:
-        return orders | {event.table: event.sort}
+    def _sort(self, orders: dict[str, str], event: gr.EventData) -> tuple[dict[str, str], list[str]]:
+        return orders | {event.table: event.sort}, []
+
+    def _hold(self, event: gr.EventData) -> list[str]:
+        return list(event.rows)
 
     def _open_prompt(self, event: gr.EventData) -> tuple[str, str]:
         return event.row, ""
@@ -256,17 +289,24 @@ class _Page:
             found = str(error)
         return gr.update(value=found, visible=True)
 
-    def _begin(self, *values: Any) -> dict[Any, Any]:
-        """Look for runs that have begun since the app was started, and show the latest."""
+    def _begin(self, request: gr.Request, *values: Any) -> dict[Any, Any]:
+        """Look for runs that have begun since the app was started, and show what the address names, by default the latest run."""
         self.book.look()
-        ids, latest = self.book.ids, self.book.latest
-        given = dict(zip(self.controls, values, strict=True)) | {"run": latest, "runs": ids[:8]}
-        begun = {self.run: gr.update(choices=ids, value=latest), self.runs: gr.update(choices=ids, value=ids[:8])}
+        ids, asked = self.book.ids, dict(request.query_params)
+        run = asked.get("run") if asked.get("run") in ids else self.book.latest
+        prompt = asked.get("prompt", "") if re.fullmatch(r"-?\d{1,19}", asked.get("prompt", "")) else ""
+        chosen = {"run": run, "prompt": prompt, "search": asked.get("search", "")}
+        begun = {}
+        if (tab := asked.get("tab")) in TABS:
+            chosen["tab"], begun[self.pages] = tab, gr.Tabs(selected=tab)
+        given = dict(zip(self.controls, values, strict=True)) | chosen | {"runs": ids[:8]}
+        begun |= {self.controls[name]: value for name, value in chosen.items()}
+        begun |= {self.run: gr.update(choices=ids, value=run), self.runs: gr.update(choices=ids, value=ids[:8])}
         return begun | self._show(*given.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
-        own = {name: value for name, value in given.items() if name not in ("prompt", "visit")}
+        own = {name: value for name, value in given.items() if name not in ("prompt", "visit", "held")}
         versions: list[Any] = [own]
         for id in {"Runs": self.book.ids, "Compare": given["runs"]}.get(given["tab"], [given["run"]]):
             try:
@@ -299,7 +339,9 @@ class _Page:
     def _show(self, *values: Any) -> dict[Any, Any]:
         """What changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
-        changes: dict[Any, Any] = {self.seen: self._version(given)}
+        given["run"] = given["run"] or self.book.latest  # while the page is being loaded
+        address = json.dumps({name: given[name] for name in _IN_ADDRESS})
+        changes: dict[Any, Any] = {self.seen: self._version(given), self.address: address}
         try:
             if given["tab"] in ("Runs", "Compare"):
                 return changes | self._show_runs(given)
@@ -319,11 +361,14 @@ class _Page:
         state, search = None if given["state"] == "all" else given["state"], given["search"]
         order = given["orders"].get(views.PROMPTS, "")
         found = run.prompts(state, search, views.MOST_PROMPTS, order=views.prompt_order(order))
+        if held := {id: place for place, id in enumerate(given["held"])}:
+            places = found["prompt_id"].astype(str).map(held)
+            found = found.loc[places.sort_values(kind="stable", na_position="last").index]
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
         return {
             self.scatter: charts.prompts(run, found).to_json(),
-            self.table: views.prompts(run, found, total, order, given["prompt"]),
+            self.table: views.prompts(run, found, total, order, given["prompt"], search),
         } | self._show_prompt(given["run"], given["prompt"], given["visit"])
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
@@ -356,7 +401,7 @@ class _Page:
         changes: dict[Any, Any] = {self.standing: views.HTML.heading(given["tab"], " ".join(problems))}
         if given["tab"] == "Runs":
             table = views.run_table(runs, given["words"], order)
-            return changes | {self.run_table: views.table("runs", table, order, given["run"])}
+            return changes | {self.run_table: views.runs_table(table, order, given["run"])}
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
         tasks = {name for run in runs.values() for name in evaluated(run)}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
@@ -364,5 +409,9 @@ class _Page:
         shown += [gr.update(visible=False)] * (_COMPARED - len(shown))
         differing = views.table("differing", views.differing_settings(runs))
         changes[self.metrics] = gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)])
-        changes[self.differing] = views.HTML.section("Settings that differ", differing)
+        changes[self.differing] = views.HTML.section(
+            "Values at the end, and their difference from the first run",
+            views.table("final", views.final_values(runs)),
+        )
+        changes[self.differing] += views.HTML.section("Settings that differ", differing)
         return changes | dict(zip(self.comparisons, shown, strict=True))

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable, Collection
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from .meanings import MEANINGS
 
 
 _FEW_LIVE = 0.2  # share of live groups below which little was learned, whatever was saved
+_SHORT = 120  # characters of a prompt in a row: those that begin alike may end differently
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
@@ -92,23 +95,30 @@ def costs(run: Run) -> Markup:
     return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
 
 
-def table(id: str, frame: pd.DataFrame, order: str | None = None, opened: str | None = None) -> Markup:
+def table(
+    id: str,
+    frame: pd.DataFrame,
+    order: str | None = None,
+    opened: str | None = None,
+    forms: dict[str, Callable[[Any], str]] | None = None,
+    changed: Collection[str] = (),
+) -> Markup:
     """
     A table, empty without rows. One with an `order` is sorted by a click on a heading: it names the column by which it is sorted now, the
     highest first with a `-` before it. If the index of the frame has a name, it holds the keys by which rows are opened, `opened` is that
-    of the open one.
+    of the open one, and rows of keys in `changed` are marked. `forms` say how the numbers of some columns are written.
     """
     if frame.empty:
         return Markup()
     numeric = {name: is_numeric_dtype(frame[name]) for name in frame}
     heads = [(name, is_number, _next(name, is_number, order)) for name, is_number in numeric.items()]
-    forms = [
-        number if is_float_dtype(kind) else "{:,}".format if is_integer_dtype(kind) else _shown
-        for kind in frame.dtypes
-    ]
-    cells = [frame[name].map(form) for name, form in zip(frame, forms, strict=True)]
+    usual = {
+        name: number if is_float_dtype(kind) else "{:,}".format if is_integer_dtype(kind) else _shown
+        for name, kind in frame.dtypes.items()
+    }
+    cells = [frame[name].map((usual | (forms or {}))[name]) for name in frame]
     keys = frame.index if frame.index.name else [None] * len(frame)
-    return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened)
+    return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened, changed)
 
 
 def _next(name: str, is_number: bool, order: str | None) -> str | None:
@@ -222,11 +232,42 @@ def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.Dat
     return frame[[all(word in text for word in search.lower().split()) for text in texts]]
 
 
+def runs_table(frame: pd.DataFrame, order: str, opened: str | None) -> Markup:
+    """The table of [`run_table`]."""
+    return table("runs", frame, order, opened, {name: form for name, form in _RUN_FORMS.items() if name in frame})
+
+
 def version(run: Run) -> tuple:
     """Changes when a run has recorded or evaluated something, or ended."""
     evaluations = sorted((str(path), path.stat().st_mtime_ns) for path in run.directory.parent.glob(RESULT_FILES))
     status = Status.read(run.directory)
     return hash(run.version), status.state, status.waits_for, *evaluations
+
+
+def final_values(runs: dict[str, Run]) -> pd.DataFrame:
+    """The numbers of [`run_row`] side by side, from the second run on with their difference from the first."""
+    rows = {id: {n: v for n, v in run_row(run).items() if isinstance(v, int | float)} for id, run in runs.items()}
+    shown = []
+    for name in dict.fromkeys(name for row in rows.values() for name in row):
+        values = [row.get(name, np.nan) for row in rows.values()]
+        form = _RUN_FORMS.get(name, number)
+        shown.append([name, form(values[0])])
+        for other in values[1:]:
+            change = other - values[0]
+            told = (
+                f" ({'+' if change > 0 else '−' if change < 0 else '±'}{form(abs(change))})"
+                if change == change
+                else ""
+            )
+            shown[-1].append(form(other) + told)
+    return pd.DataFrame(shown, columns=["at the end", *runs])
+
+
+_RUN_FORMS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("dead", "stopped", "trained on"), percent),
+    **dict.fromkeys(("reward", "best reward", "cost ×", f"{HELD_OUT} accuracy", f"{HELD_OUT} reward"), fixed),
+    "wall time": lambda seconds: tqdm.format_interval(seconds) if seconds == seconds else "–",
+}
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -242,18 +283,27 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
     groups, known = max(summary["groups"], 1), evaluated(run)
     run.close()  # of hundreds of runs, only those on the page are open
+    times = run.sql("SELECT min(time) AS first, max(time) AS last FROM generations").iloc[0]
+    reward, model = (
+        main_reward(run),
+        str(run.meta.settings.get("model") or run.meta.settings.get("model_name_or_path") or "–"),
+    )
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
         "state": f"{status['state']}, {left}" if left else status["state"],
         "step": summary["steps"],
         **{name: float(line.iloc[-1]) for name, line in known.items()},
-        "pass rate": float(last["pass_rate"]),
+        "reward": last_fifth(reward)[0],
+        "best reward": float(reward.max()),
         "dead": summary["dead"] / groups,
         "stopped": summary["stopped"] / groups,
         "trained on": summary["selected"] / groups,
         "tokens": float(last["tokens"]),
         "seconds": float(last["seconds"]),
         "cost ×": works.get("total", np.nan),
+        "wall time": float(times["last"] - times["first"]),
+        "started": f"{datetime.fromtimestamp(times['first']):%Y-%m-%d %H:%M}" if len(points) else "–",
+        "model": model.rstrip("/").rpartition("/")[2],
     }
 
 
@@ -276,10 +326,8 @@ _PROMPT_COLUMNS = {
     "pass rate": "pass_rate",
     "drawn": "drawn",
     "first": "first_pass_rate",
-    "D": "difficulty",
-    "u": "uncertainty",
-    "m": "momentum",
     "visits": "visits",
+    "last step": "last_step",
 }
 
 
@@ -294,20 +342,35 @@ def prompt_table(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of [`Run.prompts`](lze_trl.record.Run.prompts) with short texts, by their ids as text."""
     rows = frame[list(_PROMPT_COLUMNS.values())].set_axis(list(_PROMPT_COLUMNS), axis=1)
     rows["prompt"] = [short_text(row) for row in frame.to_dict("records")]
+    rows["last step"] += 1
     rows.index = pd.Index(frame["prompt_id"].astype(str), name="prompt id")
     return rows.rename(columns={"pass rate": outcome_name(run)})
 
 
 def short_text(row: dict[str, Any]) -> str:
-    """The beginning of a prompt's text, or its id if the text is not recorded."""
-    return " ".join(row["text"][:300].split()) if isinstance(row["text"], str) else f"prompt {row['prompt_id']}"
+    """The beginning and the end of a prompt's text, or its id if the text is not recorded."""
+    if not isinstance(row["text"], str):
+        return f"prompt {row['prompt_id']}"
+    text = " ".join(row["text"].split())
+    return text if len(text) <= _SHORT else f"{text[: _SHORT // 2]} … {text[-_SHORT // 2 :]}"
 
 
-def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "") -> Markup:
-    """The table of the first prompts in a frame, of `total` that were found."""
-    shown = table(PROMPTS, prompt_table(run, frame.head(MOST_ROWS)), order, opened)
+def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "", search: str = "") -> Markup:
+    """The table of the first prompts in a frame, of `total` that were found. Those of the latest generation batch of a running run are marked."""
+    outcome, shown = outcome_name(run), frame.head(MOST_ROWS)
+    changed: Collection[str] = ()
+    if run.status()["state"] == "running":
+        (latest,) = run.sql("SELECT max(generation) AS latest FROM generations")["latest"]
+        changed = set(shown.loc[shown["last_generation"] == latest, "prompt_id"].astype(str))
+    forms = {"energy": "{:.2f}".format, outcome: percent, "first": percent}
+    rows = table(PROMPTS, prompt_table(run, shown), order, opened, forms, changed)
     more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
-    return HTML.prompts(f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}", shown)
+    told = (
+        f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}"
+        if total or not search
+        else f"No prompt has all of: {search}"
+    )
+    return HTML.prompts(told, rows)
 
 
 def prompt_detail(run: Run, prompt_id: int) -> Markup:
@@ -320,20 +383,29 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
     facts |= {
         "drawn": row["drawn"],
         "visits": row["visits"],
+        "last step": row["last_step"] + 1,
         "trained on": row["times_selected"],
         "re-checks": row["rechecks"],
+        outcome_name(run): percent(row["pass_rate"]),
     }
-    for name in ("difficulty D", "uncertainty u", "momentum m", "energy"):
-        facts[name] = number(row[name.split()[0]])
-    facts["prompt id"] = prompt_id
+    for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
+        facts[name] = f"{row[name.split()[0]]:.2f}"
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
-    return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts)
+    return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts, prompt_id)
 
 
 def completions(run: Run, prompt_id: int, generation: int | None = None) -> Markup:
-    """Completions of a prompt at a generation batch, by default the latest with recorded ones, episodes turn by turn."""
-    rows = run.completions(prompt_id, generation).to_dict("records")
-    return HTML.completions([row | {"turns": turns(row["completion"])} for row in rows], run.meta)
+    """
+    Completions of a prompt at a generation batch, by default the latest with recorded ones: the highest reward first, equal ones once,
+    episodes turn by turn.
+    """
+    rows: dict[tuple, dict[str, Any]] = {}
+    for row in (
+        run.completions(prompt_id, generation).sort_values("reward", ascending=False, kind="stable").to_dict("records")
+    ):
+        same = row["completion"], str(row["rewards"]), row["completion_tokens"]
+        rows.setdefault(same, row | {"turns": turns(row["completion"]), "times": 0})["times"] += 1
+    return HTML.completions(list(rows.values()), run.meta)
 
 
 def turns(text: str) -> list[tuple[str, str]]:
