@@ -37,6 +37,7 @@ from .prompt_checks import Context, context_of, token_counter
 from .record.console import RunSummary, replace_printers
 from .record.curves import held_out_metrics
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
+from .record.numbers import number
 from .record.recorder import Recorder
 from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
@@ -243,7 +244,16 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
         parts = {"selector": (selector, args.make_selector()), "controller": (controller, args.make_controller())}
         named = {name: type(own).__name__ for name, (own, usual) in parts.items() if type(own) is not type(usual)}
-        run = {"num_processes": self.accelerator.num_processes, "model": self.model.config._name_or_path}
+        config, sets = self.model.config, {"train_prompts": dataset, "held_out_prompts": self.eval_dataset}
+        run = {
+            "num_processes": self.accelerator.num_processes,
+            "model": config._name_or_path or f"{config.model_type}, {number(self.model.num_parameters())} weights",
+            **{
+                name: len(rows)
+                for name, rows in sets.items()
+                if isinstance(rows, Sized) and not isinstance(rows, dict)
+            },
+        }
         described, comparing = named | run | self.resolved, Comparing(self.reward_funcs)
         self.generation_step = GenerationStep(
             args,

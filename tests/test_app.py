@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
@@ -20,7 +21,16 @@ from lze_trl.app import charts, views
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
 from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
-from lze_trl.record.curves import curve, energy_heat_map, logged_curves, outcome_name, reward_curves
+from lze_trl.record.advice import Advice
+from lze_trl.record.curves import (
+    UNSEEN,
+    curve,
+    logged_curves,
+    outcome_histogram,
+    outcome_name,
+    prompt_flow,
+    reward_curves,
+)
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
 from test_telemetry import record_run
@@ -42,6 +52,13 @@ def runs(tmp_path_factory):
 def shown_lines(figures):
     """Values of every line, by the title of its chart and its name."""
     return {figure.layout.title.text: {line.name: line for line in figure.data} for figure in figures}
+
+
+def shown_rewards(figures):
+    """Values of training and held-out prompts, by the reward."""
+    figure = next(figure for figure in figures if figure.layout.title.text.startswith("Rewards"))
+    names = [title.text for title in figure.layout.annotations if title.text]
+    return {name: {t.name: t for t in figure.select_traces(row=row, col=1)} for row, name in enumerate(names, 1)}
 
 
 def rows_of(html, table):
@@ -162,7 +179,7 @@ def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     frame = run.prompts()
     pages = views.overview(run) + views.prompts(run, frame, len(frame))
     pages += views.prompt_detail(run, int(frame.prompt_id[0])) + views.table("runs", views.run_table({"a": run}))
-    texts = set(re.findall(r'<(?:div|th)[^>]* title="([^"]+)"', pages))
+    texts = set(re.findall(r'<(?:div|th|span)[^>]* title="([^"]+)"', pages))
     only_elsewhere = {"held-out accuracy", "held-out reward", "mean outcome", "problems"}
     assert texts == {escape(text) for name, text in MEANINGS.items() if name not in only_elsewhere}
 
@@ -177,16 +194,61 @@ def test_curves_are_means_of_the_generations_and_shown_by_the_charts(runs):
     halves = curve(run, bins=2)
     assert halves.generation.tolist() == [9, 19]
     assert halves.dead.iloc[0] == pytest.approx(generations.dead[:10].sum() / generations.groups[:10].sum())
-    shown = shown_lines(charts.overview(run))
-    energy_title = "Energy of the groups (below 0: dead)"
-    assert list(shown) == ["Pass rate", "Held-out accuracy", "Reward", energy_title, "Shares of the groups"]
-    line = shown["Pass rate"]["all rollouts"]
-    assert (list(line.x), list(line.y)) == (points.step.tolist(), points.pass_rate.tolist())
-    _, shares = energy_heat_map(run)
-    (energy,) = shown[energy_title].values()
-    assert np.array_equal(energy.z, 100 * shares.T)
-    assert energy.y[0] < 0 < energy.y[1]
-    assert energy.y[-1] < run.meta.energy_max < 2 * energy.y[-1] - energy.y[-2]
+    figures = charts.overview(run)
+    shown = shown_lines(figures)
+    assert len(shown) == len(figures) == charts.OVERVIEW_CHARTS
+    parts = shown["What became of the groups"]
+    np.testing.assert_allclose(sum(np.array(bar.y) for bar in parts.values()), 100.0)
+    assert list(parts["live"].y) == pytest.approx((100 * points.live).tolist())
+    assert list(shown["Tokens rolled out"]["this run"].y) == points.tokens.tolist()
+    assert list(shown["Tokens rolled out"]["plain GRPO"].y) == points.plain_tokens.tolist()
+    rewards = shown_rewards(figures)
+    assert list(rewards) == ["total", "accuracy_reward", "format_reward"]
+    assert list(rewards["total"]["training"].y) == points.reward_mean.tolist()
+
+
+def test_prompts_flow_between_the_states_that_the_page_lists(runs):
+    run = open_run(runs / "a")
+    flow, groups = prompt_flow(run), run.groups()
+    counts = {state: count for state, count in run.prompt_counts().items() if count}
+    last = {state: count for state, count in flow.iloc[-1].items() if count}
+    assert last == counts and {"solved", "hopeless", "pruned"} & set(counts)
+    for step in flow.index:  # all prompts that were visited until then have one
+        assert flow.loc[step].sum() == groups[groups.step < step].prompt_id.nunique()
+    assert flow.iloc[-1].to_dict() == prompt_flow(run, bins=3).iloc[-1].to_dict()
+    bars = shown_lines(charts.overview(run))["Prompts by their state: click to list them"]
+    assert list(bars["frontier (learnable)"].y) == flow["frontier"].tolist()
+    assert {key for bar in bars.values() for key in bar.customdata} == set(flow)
+
+
+def test_prompts_that_a_gate_stopped_stay_in_their_state_and_unseen_ones_are_counted(tmp_path):
+    live, none, full = (0, 1, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1)
+    records = [
+        graded_record(0, [live, none, full], ["", "hopeless", "solved"]),
+        graded_record(1, [none, full, none], ["stopped"] * 3),  # says nothing new
+        graded_record(2, [full, live, none], ["solved", "", "hopeless"]),
+    ]
+    run = record_run(tmp_path, records, Meta({"num_generations": 4, "train_prompts": 5}, ["right"]))
+    flow = prompt_flow(run)
+    assert flow.to_dict("list") == {UNSEEN: [2] * 3, "frontier": [1] * 3, "solved": [1] * 3, "hopeless": [1] * 3}
+    bars = shown_lines(charts.overview(run))["Prompts by their state: click to list them"]
+    assert bars[UNSEEN].customdata is None  # nothing to list
+    shares = outcome_histogram(run)
+    assert list(shares) == [f"{level}/4" for level in range(5)] and list(shares.index) == [1, 3]
+    assert shares.loc[1].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3])
+
+
+def test_rewards_are_drawn_one_by_one_with_their_range_and_held_out_beside_them(tmp_path):
+    writer = TelemetryWriter(tmp_path, Meta({"num_generations": 4}, ["right"]))
+    writer.record(graded_record(0, [(0, 1, 1, 1), (0, 0, 0, 1)], ["", ""]))
+    writer.record_step(1, {"eval_reward": 0.375, "eval_rewards/right/mean": 0.375, "completions/clipped_ratio": 0.5})
+    writer.close()
+    figures = charts.overview(open_run(tmp_path))
+    (found,) = shown_rewards(figures).values()  # one reward is the total
+    assert [list(found[name].y) for name in ("training", "held-out")] == [[0.5], [0.375]]
+    assert {shape.y0 for shape in figures[3].layout.shapes} == {0.25, 0.75}
+    lengths = shown_lines(figures)["Length of completions, and share cut off"]
+    assert list(lengths["cut off"].y) == [50.0] and {"outcome at least 0.5", "outcome below 0.5"} < set(lengths)
 
 
 def test_reward_functions_of_one_name_are_told_apart(tmp_path):
@@ -195,8 +257,8 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     run = record_run(tmp_path, [record], Meta(reward_names=["step", "reward", "reward"]))
     means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5}
     assert reward_curves(run).iloc[0].to_dict() == means
-    shown = shown_lines(charts.overview(run))["Reward"]
-    assert {name: line.y[0] for name, line in shown.items() if name != "total"} == means
+    shown = shown_rewards(charts.overview(run))
+    assert {name: lines["training"].y[0] for name, lines in shown.items() if name != "total"} == means
     detail = views.completions(run, int(record.prompts["prompt_id"][0]))
     assert "step 0, reward 0.25, reward (2) 0.5" in detail
 
@@ -205,18 +267,98 @@ def test_accuracy_means_held_out_accuracy(runs, tmp_path):
     run = open_run(runs / "a")
     assert outcome_name(run) == "pass rate"
     html = views.overview(run)
-    assert "accuracy" not in html.lower()
-    assert 'data-tile="pass rate"' in html
+    assert "accuracy" not in html.lower().replace("accuracy_reward", "")  # but in the name of a reward
     # One completion of five is half right
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))
     record.prompts["pass_rate"][:] = [0.1, 0.5, 1.0]
     graded = record_run(tmp_path / "graded", [record])
     assert "mean outcome" in views.prompt_table(graded, graded.prompts())
-    assert 'data-tile="mean outcome"' in views.overview(graded)
+
+
+def card_of(html, name):
+    """Number and notes of a card."""
+    (card,) = re.findall(rf'<div data-card="{name}".*?</strong>.*?</div>\n', html, re.S)
+    return re.search("<strong>(.*?)</strong>", card)[1], re.findall("<small>(.*?)</small>", card), "lze-little" in card
+
+
+def graded_record(generation, rewards, causes, **facts):
+    """A generation batch of groups of four by their rewards; a group with a cause is dead."""
+    record = next(
+        SyntheticTraining(num_prompts=len(rewards), groups_per_batch=len(rewards), group_size=4).generations(1)
+    )
+    record.generation = record.step = generation
+    outcomes = np.concatenate(rewards).astype(float)
+    record.rows |= {"reward": outcomes, "outcome": outcomes, "rewards": outcomes[:, None]}
+    record.prompts |= {"cause": np.array(causes), "dead": np.array(causes) != ""}
+    record.prompts["pass_rate"] = np.array([np.mean(group) for group in rewards])
+    record.ledger |= facts
+    return record
+
+
+def test_cards_say_what_is_learned_wasted_and_saved(tmp_path):
+    live, none, full = (0, 1, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1)
+    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "right", "held_out_prompts": 10}, ["right"]))
+    for generation in range(10):  # of the last fifth, two of three groups are dead, and both for one reason
+        groups, causes = ((live, none, none), ("", "hopeless", "hopeless"))
+        if generation < 8:
+            groups, causes = ((live, live, full), ("", "", "solved"))
+        writer.record(graded_record(generation, groups, causes))
+    for step, value in ((0, 0.25), (10, 0.0)):
+        writer.record_step(step, {"eval_rewards/right/mean": value, "eval_rewards/right/std": 0.1})
+    writer.close()
+    run = open_run(tmp_path)
+    value, notes, _ = card_of(views.cards(run), "learning")
+    assert value == "right 16.7 %" and "-0.500 on the fifth before" in notes[0]
+    assert notes[-1] == "held-out accuracy 0.0 % [0.0 %, 27.8 %], 25.0 % at step 0"  # Wilson, of ten prompts
+    value, notes, _ = card_of(views.cards(run), "wasted")
+    assert value == "66.7 %" and notes[1:] == ["100.0 % of these: all wrong", "40.0 % in the whole run"]
+    assert charts.sparkline(run).data[0].y.tolist() == pytest.approx([2 / 3] * 8 + [1 / 6] * 2)
+
+
+def test_savings_of_a_run_that_learned_little_are_no_success(tmp_path):
+    live, none = (0, 1, 0, 1), (0, 0, 0, 0)
+    for name, groups, causes in (
+        ("few", [live, *[none] * 9], ["", *["hopeless"] * 9]),
+        ("many", [live] * 10, [""] * 10),
+    ):
+        run = record_run(tmp_path / name, [graded_record(0, groups, causes)], Meta({}, ["right"]))
+        value, notes, is_little = card_of(views.cards(run), "saved")
+        assert value.endswith("×") and is_little == (name == "few")
+        assert ("most groups were dead, so this is little to save from" in notes) == is_little
+
+
+def test_the_most_severe_advice_is_said_and_the_others_are_folded(runs, tmp_path):
+    shutil.copytree(runs / "a", tmp_path / "a")
+    status = tmp_path / "a/telemetry/status.json"
+    lines = ["Lower `lr` <now>.", "Set `gate`.", "Rest."]
+    status.write_text(json.dumps({"state": "running", "advice": lines, "time": time.time()}))
+    html = views.cards(open_run(tmp_path / "a"))
+    assert re.findall(r'class="lze-advice">(.*?)</p>', html) == ["Lower <code>lr</code> &lt;now&gt;."]
+    assert "<summary>2 more</summary>" in html and "`" not in html
+    assert list(Advice._ordered({"gate": "", "left_out": "", "solved": "", "reward.1": "", "collapsed": ""})) == [
+        *("collapsed", "reward.1", "solved", "left_out", "gate")
+    ]
+
+
+def test_the_title_names_the_run_and_how_to_go_on_with_one_that_crashed(tmp_path):
+    tiny.run(tmp_path / "sums", telemetry=True, max_steps=2, trainer={"eval_dataset": tiny.prompts(3)})
+    status = tmp_path / "sums/telemetry/status.json"
+    run = open_run(tmp_path / "sums")
+    html = views.standing(run)
+    assert "<h1>sums</h1>" in html and "step 2 of 2" in html and re.search(r"\d+ s ago", html)
+    assert "<span>lze · qwen2, " in html and "weights · 11 prompts × 4 completions</span>" in html
+    assert run.meta.settings["held_out_prompts"] == 3 and "resume_from_checkpoint" not in html
+    status.write_text(json.dumps({"state": "running", "time": time.time() - 3600, "max_steps": 9}))
+    assert "It holds no checkpoint" in views.standing(run)
+    for step in (9, 10):
+        (tmp_path / f"sums/checkpoint-{step}").mkdir()
+    html = views.standing(run)
+    assert "crashed" in html and "<code>checkpoint-10</code>" in html
+    assert "<code>--resume_from_checkpoint auto</code>" in html
 
 
 def test_training_shows_what_the_trainer_logged(tmp_path):
-    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "accuracy_reward"}))
+    writer = TelemetryWriter(tmp_path, Meta({"pass_reward": "accuracy_reward"}, ["accuracy_reward", "b"]))
     writer.record_step(0, {"eval_rewards/accuracy_reward/mean": 0.25})
     for record in SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(30):
         writer.record(record)
@@ -232,17 +374,18 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
     run = open_run(tmp_path)
     assert logged_curves(run, ["loss"])["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
     assert logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
-    accuracy = shown_lines(charts.overview(run))["Held-out accuracy"]
     known = {"held-out accuracy": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}
-    assert {name: list(line.y) for name, line in accuracy.items()} == known
+    shown = shown_rewards(charts.overview(run))
+    assert list(shown["accuracy_reward"]["held-out"].y) == known["held-out accuracy"]
+    assert list(shown["evaluated tasks"]["svamp avg@1"].y) == known["svamp avg@1"]
     loss = charts.comparison({"run": run}, "step", "loss").data[0]
     assert list(loss.y[-2:]) == [14.0, 14.5]
     for name, expected in known.items():
         compared = charts.comparison({"run": run}, "tokens", name).data[0]
         assert list(compared.y) == expected and list(compared.x) == [0, curve(run).tokens.iloc[-1]]
         assert views.run_table({"run": run})[name].tolist() == expected[-1:]
-    for text in ("held-out accuracy</span><strong>50.0 %", "svamp avg@1</span><strong>37.5 %"):
-        assert text in views.tiles(run)
+    for text in ("held-out accuracy 50.0 %, 25.0 % at step 0", "svamp avg@1 37.5 %, 12.5 % at step 0"):
+        assert f"<small>{text}</small>" in views.cards(run)  # how many prompts were held out is not known
     results = folder / "results.json"  # of an evaluation that is done again
     results.write_text(results.read_text().replace("0.375", "0.75"))
     assert views.run_table({"run": run})["svamp avg@1"].tolist() == [0.75]

@@ -21,7 +21,7 @@ from lze_trl.record.causes import causes
 from lze_trl.record.curves import curve, held_out_metrics, logged_curves, reward_curves
 from lze_trl.rollout.estimates import StoppedGroups, uniform_sample
 from samples import rollouts
-from test_app import shown_lines
+from test_app import shown_lines, shown_rewards
 from test_forecast import sample
 from test_telemetry import make_record, record_run
 
@@ -137,8 +137,9 @@ def test_all_pages_show_what_is_logged(gated, capsys):
         assert values.dropna().to_dict() == pytest.approx(logged[name], abs=1e-6), name
     # Charts, Compare and the picture
     figures = shown_lines(charts.overview(run))
-    assert list(figures["Reward"]["total"].y) == points.reward_mean.tolist()
-    assert list(figures["Reward"]["correct"].y) == rewards["correct"].tolist()
+    drawn = shown_rewards(charts.overview(run))
+    assert list(drawn["total"]["training"].y) == points.reward_mean.tolist()
+    assert list(drawn["correct"]["training"].y) == rewards["correct"].tolist()
     for metric, column in (("reward_mean", "reward"), ("reward", "reward"), ("dead_share", "lze/dead_share")):
         (line,) = charts.comparison({"run": run}, "step", metric).data
         assert dict(zip(line.x, line.y, strict=True)) == pytest.approx(logged[column], abs=1e-6)
@@ -146,9 +147,9 @@ def test_all_pages_show_what_is_logged(gated, capsys):
     np.testing.assert_allclose(picture["reward"].get_ydata(), points.reward_mean)
     np.testing.assert_allclose(picture["share of dead groups"].get_ydata(), points.dead_share)
     # Live, dead and drawn in full, stopped: all groups
-    parts = [np.array(line.y) for line in figures["Shares of the groups"].values()]
+    parts = [np.array(line.y) for line in figures["What became of the groups"].values()]
     assert len(parts) == 3
-    np.testing.assert_allclose(sum(parts), 1.0)
+    np.testing.assert_allclose(sum(parts), 100.0)
     for step, share in logged["lze/dead_share"].items():
         assert re.search(rf"step +{step} .*dead {share:.0%}", printed)
     (row,) = views.run_table({"run": run}).to_dict("records")

@@ -42,7 +42,7 @@ def test_held_out_accuracy_of_a_training_is_shown(tmp_path):
     assert run.status()["max_steps"] == 3
     report = write_report(tmp_path / "run").read_text(encoding="utf-8")
     for page in (views.overview(run), report):
-        assert f"<span>held-out accuracy</span><strong>{percent(last)}</strong>" in page
+        assert f"<small>held-out accuracy {percent(last)} [" in page
     card = model_card_section(tmp_path / "run")
     assert f"{last:.3f} at step 3" in card and "Held-out accuracy (`eval_reward" in card
 

@@ -12,6 +12,7 @@ from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
 from lze_trl.record.console import summary_lines
 from lze_trl.record.ledger import TAUGHT_NOTHING, against_plain, headline, skipped_visits
+from lze_trl.record.numbers import percent
 
 
 def all_solved(completions, **kwargs):
@@ -80,8 +81,9 @@ def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kin
         assert skipped_visits(totals) in page
     for page in (report, app):
         assert {name: cells[-1] for name, cells in table_of(page).items()} == times
-    tile = plain_text(re.search(r'data-tile="FLOPs of plain GRPO">(.*?)</div>', app, re.S)[1])
-    assert f"{times['total']} rollouts {times['rollouts']}, updates {times['updates']}" in tile
+    card = plain_text(re.search(r'data-card="saved"[^>]*>(.*?)</div>', app, re.S)[1])
+    saved = 1.0 - works[-1].ratio
+    assert times["total"] in card and f"{percent(abs(saved))} {'saved' if saved >= 0 else 'more'}" in card
     (row,) = views.run_table({"run": open_run(directory)}).to_dict("records")
     assert f"{row['cost ×']:.2f} ×" == times["total"]
 

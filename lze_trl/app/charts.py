@@ -6,26 +6,38 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from ..record import Run
 from ..record.curves import (
     HELD_OUT,
+    UNSEEN,
     curve,
-    energy_heat_map,
     evaluated,
-    is_share,
+    held_out_curves,
+    lengths,
     logged_curves,
+    main_reward,
+    outcome_histogram,
     outcome_name,
+    prompt_flow,
     reward_curves,
+    reward_limits,
+    seconds_per_step,
 )
+from ..record.numbers import number, percent
 from ..record.reader import STATES
-from .views import brightest, short_text
+from .views import short_text
 
 
 AXES = {"step": "steps", "tokens": "tokens rolled out", "flops": "FLOPs", "seconds": "time (s)"}
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
+_GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True}
 _DASHES = ("solid", "dash", "dot")  # once the colours are used up
 _STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7", "#56b4e9"), strict=True))
+_FRONTIER = "frontier (learnable)"
+_FLOW = {UNSEEN: "#c5ced8", _FRONTIER: _STATES["frontier"], **_STATES}
+_FATES = {"live": "#009e73", "dead, drawn in full": "#d55e00", "stopped early": "#7a8794"}
 
 METRICS = {
     HELD_OUT: "held-out prompts",
@@ -35,28 +47,143 @@ METRICS = {
     "energy_mean": "mean energy",
 }
 """What [`comparison`] can show besides the metrics that the trainers have logged."""
-OVERVIEW_CHARTS = 5
+OVERVIEW_CHARTS = 7
 """Charts that [`overview`] makes."""
 
 
 def overview(run: Run) -> list[go.Figure]:
-    """Outcomes, held-out prompts, rewards, energy, and what became of the groups over the steps."""
+    """States of the prompts, what became of groups and tokens, every reward; then outcomes, lengths and times, over the steps."""
     points = curve(run).set_index("step")
     if points.empty:
         return []
-    rewards = reward_curves(run)
-    totals = {"total": points["reward_mean"]}
-    outcomes = {"all rollouts": points["pass_rate"], "trained on": points["selected_pass_rate"]}
-    parts = {"live": "live", "dead, drawn in full": "dead", "stopped early": "stopped"}
-    known = evaluated(run)
+    seconds = seconds_per_step(run)
+    shares = {"live": points["live"], "dead, drawn in full": points["dead"], "stopped early": points["stopped"]}
+    flow = prompt_flow(run)
+    listed = {_FRONTIER if state == "frontier" else state: flow[state] for state in flow}
     return [
-        lines(outcome_name(run).capitalize(), outcomes, y_range=(0, 1)),
-        lines("Held-out accuracy" if all(map(is_share, known)) else "Held-out prompts", known),
-        # A single reward is the total
-        lines("Reward", totals | (dict(rewards.items()) if len(rewards.columns) > 1 else {})),
-        _energy(run),
-        lines("Shares of the groups", {label: points[name] for label, name in parts.items()}, y_range=(0, 1)),
+        _bars("Prompts by their state: click to list them", listed, "prompts", _FLOW, list(flow.columns)),
+        _bars(
+            "What became of the groups",
+            {name: 100 * share for name, share in shares.items()},
+            "% of the groups",
+            _FATES,
+        ),
+        _tokens(run, points),
+        _rewards(run, points),
+        _histogram(run),
+        _lengths(run),
+        _bars("Time of a step", {name: seconds[name] for name in seconds}, "seconds", {}),
     ]
+
+
+def _bars(
+    heading: str, parts: dict[str, pd.Series], y_label: str, colours: dict[str, str], keys: list[str] | None = None
+) -> go.Figure:
+    """Parts of a whole over the steps. A click on one gives its key, if it has one."""
+    figure = _figure(heading, "step", showlegend=True, hovermode="x unified", barmode="stack", bargap=0)
+    for place, (name, values) in enumerate(parts.items()):
+        key = None if keys is None or keys[place] == UNSEEN else [keys[place]] * len(values)
+        widths = np.diff(values.index, prepend=0)
+        figure.add_bar(
+            x=values.index - widths / 2 + 0.5,
+            width=widths,
+            y=values,
+            name=escape(name),
+            marker={"color": colours.get(name), "line_width": 0},
+            customdata=key,
+            hovertemplate="%{y:,.4~g}",
+        )
+    return figure.update_yaxes(title_text=y_label)
+
+
+def _tokens(run: Run, points: pd.DataFrame) -> go.Figure:
+    """Tokens rolled out so far, with the gap to those of plain GRPO."""
+    figure = lines("Tokens rolled out", {"this run": points["tokens"], "plain GRPO": points["plain_tokens"]})
+    tokens, plain = points[["tokens", "plain_tokens"]].iloc[-1]
+    if plain == plain and round(plain - tokens):
+        told = f"{number(abs(plain - tokens))} tokens {'fewer' if tokens <= plain else 'more'}"
+        figure.add_annotation(x=0.02, y=0.98, xref="paper", yref="paper", text=told, showarrow=False)
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def _rewards(run: Run, points: pd.DataFrame) -> go.Figure:
+    """One small chart for each reward, in training and on held-out prompts, and one for the tasks that the run was evaluated on."""
+    rewards, limits = reward_curves(run), reward_limits(run)
+    held_out = {values.name: values for values in held_out_curves(run).values()}
+    tasks = {name: values for name, values in evaluated(run).items() if not name.startswith(HELD_OUT)}
+    several = len(rewards.columns) != 1
+    shown = {"total": (points["reward_mean"], "eval_reward")} if several else {}
+    names = dict(zip(rewards.columns, run.meta.reward_names, strict=True))
+    shown |= {name: (rewards[name], f"eval_rewards/{names[name]}/mean") for name in rewards}
+    charts = [*shown, *(["evaluated tasks"] if tasks else [])]
+    figure = make_subplots(
+        len(charts), 1, shared_xaxes=True, vertical_spacing=0.25 / len(charts), subplot_titles=[*map(escape, charts)]
+    )
+    figure.update_layout(
+        _figure("Rewards (dotted: lowest and highest group)", "").layout,
+        height=130 * len(charts) + 150,
+    )
+    for row, (name, (values, metric)) in enumerate(shown.items(), start=1):
+        known = held_out.get(metric, held_out.get("eval_reward") if not several else None)
+        for label, line, colour in (("training", values, _COLOURS[0]), ("held-out", known, _COLOURS[1])):
+            if line is not None:
+                figure.add_scatter(
+                    x=line.index,
+                    y=line,
+                    name=label,
+                    legendgroup=label,
+                    showlegend=row == 1,
+                    line_color=colour,
+                    mode="lines+markers" if label == "held-out" else "lines",
+                    row=row,
+                    col=1,
+                )
+        low, high = limits.loc[name]
+        for limit in {low, high} - {np.nan}:
+            if limit == limit:
+                figure.add_hline(y=limit, line={"dash": "dot", "color": "#7a8794", "width": 1}, row=row, col=1)
+    for name, line in tasks.items():
+        figure.add_scatter(x=line.index, y=line, name=escape(name), mode="lines+markers", row=len(charts), col=1)
+    figure.update_xaxes(**_GRID, rangemode="tozero").update_yaxes(**_GRID, rangemode="tozero")
+    return figure.update_xaxes(title_text="step", row=len(charts)).update_layout(showlegend=True)
+
+
+def _histogram(run: Run) -> go.Figure:
+    """How many groups have each mean outcome, over the steps."""
+    shares = outcome_histogram(run)
+    figure = _figure(f"{outcome_name(run).capitalize()} of the groups drawn in full", "step")
+    figure.add_heatmap(
+        x=shares.index,
+        y=list(shares.columns),
+        z=100 * shares.to_numpy().T,
+        zmin=0,
+        ygap=2,
+        colorscale="cividis",
+        colorbar={"ticksuffix": " %", "thickness": 12},
+        hovertemplate="step %{x}, %{y} right: %{z:.1f} % of the groups<extra></extra>",
+    )
+    return figure.update_yaxes(type="category", title_text="right of all")
+
+
+def _lengths(run: Run) -> go.Figure:
+    figure = lines("Length of completions, and share cut off", lengths(run))
+    cut_off = logged_curves(run, [name := "completions/clipped_ratio"]).get(name)
+    if cut_off is not None:
+        figure.add_scatter(
+            x=cut_off.index, y=100 * cut_off, name="cut off", yaxis="y2", line={"dash": "dot", "color": "#7a8794"}
+        )
+        figure.update_layout(
+            yaxis2={
+                "overlaying": "y",
+                "side": "right",
+                "range": (0, 102),
+                "ticksuffix": " %",
+                "showgrid": False,
+                "dtick": 50,
+                "automargin": True,
+            }
+        )
+    return figure.update_layout(yaxis={"title_text": "tokens", "rangemode": "tozero"})
 
 
 def lines(
@@ -83,8 +210,18 @@ def lines(
     return figure.update_yaxes(range=y_range, visible=bool(series))
 
 
+def sparkline(run: Run) -> go.Figure:
+    """The reward that the run is judged by, without axes."""
+    values = main_reward(run)
+    figure = go.Figure(
+        layout={"height": 44, "margin": dict.fromkeys("lrtb", 2), "colorway": _COLOURS, "showlegend": False}
+    )
+    figure.update_layout(paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)")
+    figure.add_scatter(x=values.index, y=values, mode="lines")
+    return figure.update_xaxes(visible=False).update_yaxes(visible=False)
+
+
 def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
-    grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True}
     figure = go.Figure(
         layout={
             "title": {"text": escape(heading), "font_size": 15, "x": 0.01, "y": 0.97},
@@ -100,33 +237,16 @@ def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
             **layout,
         }
     )
-    return figure.update_xaxes(title_text=x_label, **grid).update_yaxes(**grid)
-
-
-def _energy(run: Run) -> go.Figure:
-    """Distribution of the groups' energy over the steps. Dead groups are the row below 0."""
-    steps, shares = energy_heat_map(run)
-    width = run.meta.energy_max / (shares.shape[1] - 1)
-    levels = width * (np.arange(shares.shape[1]) - 0.5)
-    figure = _figure("Energy of the groups (below 0: dead)", "step")
-    figure.add_heatmap(
-        x=steps,
-        y=levels,
-        z=100 * shares.T,
-        zmax=100 * brightest(shares[:, 1:]),
-        zmin=0,
-        colorscale="cividis",
-        colorbar={"ticksuffix": " %", "thickness": 12},
-        hovertemplate="step %{x}, energy %{y:.2f}: %{z:.1f} % of the groups<extra></extra>",
-    )
-    return figure
+    return figure.update_xaxes(title_text=x_label, **_GRID).update_yaxes(**_GRID)
 
 
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)
     figure = _figure("Energy of each prompt: click one to open it", outcome, showlegend=True, hovermode="closest")
-    texts = [escape(short_text(row)[:80]) for row in frame.to_dict("records")]
+    texts = [
+        f"{escape(short_text(row)[:80])}<br>{outcome} {percent(row['pass_rate'])}" for row in frame.to_dict("records")
+    ]
     # Pass rates of groups take few values: prompts with the same one are spread a little
     spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
     points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
@@ -141,8 +261,18 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
             marker={"color": _STATES[str(state)], "size": 8, "opacity": 0.7},
             text=found["text"],
             customdata=found["id"],
-            hovertemplate=f"%{{text}}<br>{outcome} %{{x:.2f}}, energy %{{y:.2f}}<extra></extra>",
+            hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
         )
+    rates = np.linspace(0.0, 1.0, 41)
+    figure.add_scatter(
+        x=rates,
+        y=4 * rates * (1 - rates),
+        name="E at D = 1, m = 0",
+        mode="lines",
+        line={"dash": "dot", "color": "#7a8794"},
+        hoverinfo="skip",
+    )
+    figure.update_xaxes(range=(-0.03, 1.03))
     return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))
 
 

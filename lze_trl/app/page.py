@@ -1,6 +1,9 @@
 """The app: one page that follows the runs while they train, made of Gradio's own components and Plotly's charts."""
 
+import json
+import re
 import sys
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -24,11 +27,14 @@ _REFRESH_SECONDS = 1.0  # after which the page asks for what is new
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _COMPARED = 4  # charts that runs are compared by, at most
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
+_IN_ADDRESS = ("run", "tab", "prompt", "search")
 _LATEST = "the latest visit", ""
 _WAITS = "Choose a prompt to see its history."
 # A click on a heading sorts, one anywhere on a row opens it; so does the Enter key, and arrows move between rows
 _TABLES = """
 const act = ({target}) => {
+  const copied = target.closest("[data-copy]");
+  if (copied) return navigator.clipboard?.writeText(copied.dataset.copy);
   const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
   if (heading) trigger("select", {...heading.dataset});
   else if (row) {
@@ -36,7 +42,23 @@ const act = ({target}) => {
     if (innerWidth < 700) document.querySelector("#lze-detail")?.scrollIntoView({behavior: "smooth"});
   }
 };
+// Small charts within a text
+const draw = () => {
+  if (!window.Plotly) return setTimeout(draw, 50);
+  for (const place of element.querySelectorAll("[data-figure]:empty")) {
+    const {data, layout} = JSON.parse(place.dataset.figure);
+    Plotly.newPlot(place, data, layout, {responsive: true, staticPlot: true});
+  }
+};
+watch("value", () => requestAnimationFrame(draw));
+draw();
 element.addEventListener("click", act);
+// While the pointer is over a table, its rows keep their places
+element.addEventListener("mouseenter", () => {
+  const rows = [...element.querySelectorAll("tr[data-row]")].map((row) => row.dataset.row);
+  if (rows.length) trigger("focus", {rows});
+});
+element.addEventListener("mouseleave", () => trigger("blur", {rows: []}));
 element.addEventListener("keydown", (event) => {
   const step = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
   if (event.key === "Enter") act(event);
@@ -86,6 +108,15 @@ const draw = () => {
 watch("value", draw);
 draw();
 """
+# The run, tab, prompt and search stand in the address, so that a page can be loaded again, or sent
+_ADDRESS = """
+watch("value", () => {
+  const url = new URL(location);
+  for (const [name, value] of Object.entries(JSON.parse(props.value || "{}")))
+    value ? url.searchParams.set(name, value) : url.searchParams.delete(name);
+  history.replaceState(history.state, "", url);
+});
+"""
 _PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 
 
@@ -113,20 +144,21 @@ class _Page:
         ids = book.ids
         with gr.Row(elem_id="lze-head"):
             with gr.Column(scale=3, min_width=280):
-                _html("title", value="<h1>Learning-Zone Energy</h1>")
                 self.standing = _html("standing")
-            self.run = gr.Dropdown(ids, value=book.latest, label="Run", elem_id="lze-run", min_width=200)
+            self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
+        self.address = gr.HTML(html_template="", js_on_load=_ADDRESS)
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
         self.orders = gr.State({})  # by the id of a table, see [`views.table`]
-        self.seen = gr.State(None)  # what the page shows, as of [`_version`]
+        self.held = gr.State([])  # prompts whose order stays, as the pointer is over them
+        self.seen, self.drawn = gr.State(None), gr.State(None)  # what page and charts show, as of [`_version`]
         with gr.Tabs(elem_id="lze-tabs", overflow_behavior="wrap") as self.pages:
             self.tabs = [gr.Tab(name, id=name) for name in TABS]
         overview, prompts, runs, compare, settings = self.tabs
         with overview:
-            self.tiles = _html("overview")
-            self.plots = _charts(charts.OVERVIEW_CHARTS)
+            self.cards = _html("overview")
+            self.flow, self.plots = _chart(elem_id="lze-flow"), _charts(charts.OVERVIEW_CHARTS - 1)
             self.costs = _html("cost")
             with gr.Accordion("What other strategies would cost", open=False):
                 self.ask = gr.Button("Forecast from what this run has recorded", size="sm")
@@ -175,7 +207,7 @@ class _Page:
         self.differing = _html("differences")
 
     def _connect(self):
-        names = "tab run orders smoothing search state prompt visit words runs metrics axis"
+        names = "tab run orders smoothing search state prompt visit words runs metrics axis held"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
         chosen = {*controls, self.live, self.ask, self.forecast} - {self.prompt, self.visit, self.metrics}
@@ -184,31 +216,57 @@ class _Page:
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
-        gr.on(None, self._look, None, [self.run, self.runs], **quiet).then(**show)
+        plots = [self.flow, *self.plots, self.costs]
+        draw = {
+            "fn": self._draw,
+            "inputs": [self.seen, self.drawn, self.tab, self.run],
+            "outputs": [self.drawn, *plots],
+            **quiet,
+        }
+
+        def then_show(event: Any):
+            event.then(**show).then(**draw)
+
+        gr.on(
+            None,
+            self._begin,
+            controls,
+            [*shown, self.run, self.runs, self.tab, self.pages, self.prompt, self.search],
+            **quiet,
+        ).then(**draw)
         for tab in self.tabs:
-            tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
+            then_show(tab.select(lambda name=tab.label: name, None, self.tab, **quiet))
         for name, control in self.controls.items():
-            if name not in ("tab", "run", "orders", "prompt", "visit"):
+            if name not in ("tab", "run", "orders", "prompt", "visit", "held"):
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
-        self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
+        then_show(self.run.input(lambda: ("", ""), None, of_prompt, **quiet))
         self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
-            part.select(self._sort, self.orders, self.orders, **quiet).then(**show)
+            then_show(part.select(self._sort, self.orders, [self.orders, self.held], **quiet))
+        for event in (self.table.focus, self.table.blur):
+            event(self._hold, None, self.held, **quiet)
         for part in (self.table, self.scatter):
-            part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
-        self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
+            then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
+        then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
+        then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(_REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, *controls], shown, **quiet)
+        timer.tick(self._follow, [self.seen, *controls], shown, **quiet).then(**draw)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
         self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
-    def _sort(self, orders: dict[str, str], event: gr.EventData) -> dict[str, str]:
-        return orders | {event.table: event.sort}
+    def _sort(self, orders: dict[str, str], event: gr.EventData) -> tuple[dict[str, str], list[str]]:
+        return orders | {event.table: event.sort}, []
+
+    def _hold(self, event: gr.EventData) -> list[str]:
+        return list(event.rows)
 
     def _open_prompt(self, event: gr.EventData) -> tuple[str, str]:
         return event.row, ""
+
+    def _open_state(self, event: gr.EventData) -> tuple[Any, ...]:
+        return event.row, TABS[1], gr.Tabs(selected=TABS[1])
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
@@ -231,15 +289,24 @@ class _Page:
             found = str(error)
         return gr.update(value=found, visible=True)
 
-    def _look(self) -> tuple[Any, Any]:
-        """Look for runs that have begun since the app was started."""
+    def _begin(self, request: gr.Request, *values: Any) -> dict[Any, Any]:
+        """Look for runs that have begun since the app was started, and show what the address names, by default the latest run."""
         self.book.look()
-        ids = self.book.ids
-        return gr.update(choices=ids, value=self.book.latest), gr.update(choices=ids, value=ids[:8])
+        ids, asked = self.book.ids, dict(request.query_params)
+        run = asked.get("run") if asked.get("run") in ids else self.book.latest
+        prompt = asked.get("prompt", "") if re.fullmatch(r"-?\d{1,19}", asked.get("prompt", "")) else ""
+        chosen = {"run": run, "prompt": prompt, "search": asked.get("search", "")}
+        begun = {}
+        if (tab := asked.get("tab")) in TABS:
+            chosen["tab"], begun[self.pages] = tab, gr.Tabs(selected=tab)
+        given = dict(zip(self.controls, values, strict=True)) | chosen | {"runs": ids[:8]}
+        begun |= {self.controls[name]: value for name, value in chosen.items()}
+        begun |= {self.run: gr.update(choices=ids, value=run), self.runs: gr.update(choices=ids, value=ids[:8])}
+        return begun | self._show(*given.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
         """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
-        own = {name: value for name, value in given.items() if name not in ("prompt", "visit")}
+        own = {name: value for name, value in given.items() if name not in ("prompt", "visit", "held")}
         versions: list[Any] = [own]
         for id in {"Runs": self.book.ids, "Compare": given["runs"]}.get(given["tab"], [given["run"]]):
             try:
@@ -250,39 +317,58 @@ class _Page:
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        return gr.skip() if self._version(given) == seen else self._show(*values)
+        if seen is not None and self._version(given) != seen:
+            return self._show(*values)
+        if seen is not None and given["tab"] not in ("Runs", "Compare"):
+            with suppress(TelemetryError):
+                return {self.standing: views.standing(self.book.open(given["run"]))}  # says how long ago
+        return gr.skip()
+
+    def _draw(self, seen: list[Any] | None, drawn: list[Any] | None, tab: str, id: str) -> Any:
+        """The charts of the overview, which take longer than its cards, if what they show has changed."""
+        if tab != TABS[0] or seen == drawn:
+            return gr.skip()
+        plots = [self.flow, *self.plots]
+        with suppress(TelemetryError):
+            run = self.book.open(id)
+            shown = (figure.to_json() for figure in charts.overview(run))
+            # None before the first batch
+            return {self.drawn: seen, self.costs: views.costs(run)} | dict(zip_longest(plots, shown, fillvalue=""))
+        return {self.drawn: seen, self.costs: ""} | dict.fromkeys(plots, "")
 
     def _show(self, *values: Any) -> dict[Any, Any]:
         """What changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
-        changes: dict[Any, Any] = {self.seen: self._version(given)}
+        given["run"] = given["run"] or self.book.latest  # while the page is being loaded
+        address = json.dumps({name: given[name] for name in _IN_ADDRESS})
+        changes: dict[Any, Any] = {self.seen: self._version(given), self.address: address}
         try:
             if given["tab"] in ("Runs", "Compare"):
                 return changes | self._show_runs(given)
             run = self.book.open(given["run"])
             changes[self.standing] = views.standing(run)
             if given["tab"] == "Overview":
-                changes |= {self.tiles: views.tiles(run), self.costs: views.costs(run)}
-                shown = (figure.to_json() for figure in charts.overview(run))
-                changes |= dict(zip_longest(self.plots, shown, fillvalue=""))  # none before the first batch
+                changes[self.cards] = views.cards(run, charts.sparkline(run).to_json())
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)
             else:
                 changes[self.settings] = views.settings(run)
         except TelemetryError as error:
-            changes |= {self.standing: views.HTML.problem(error), self.tiles: "", self.costs: ""}
-            changes |= dict.fromkeys(self.plots, "")
+            changes |= {self.standing: views.HTML.problem(error), self.cards: ""}
         return changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
         state, search = None if given["state"] == "all" else given["state"], given["search"]
         order = given["orders"].get(views.PROMPTS, "")
         found = run.prompts(state, search, views.MOST_PROMPTS, order=views.prompt_order(order))
+        if held := {id: place for place, id in enumerate(given["held"])}:
+            places = found["prompt_id"].astype(str).map(held)
+            found = found.loc[places.sort_values(kind="stable", na_position="last").index]
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
         return {
             self.scatter: charts.prompts(run, found).to_json(),
-            self.table: views.prompts(run, found, total, order, given["prompt"]),
+            self.table: views.prompts(run, found, total, order, given["prompt"], search),
         } | self._show_prompt(given["run"], given["prompt"], given["visit"])
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
@@ -312,10 +398,10 @@ class _Page:
             except TelemetryError as error:
                 problems.append(f"{id}: {error}")
                 runs.pop(id, None)
-        changes: dict[Any, Any] = {self.standing: views.HTML.problem(" ".join(problems)) if problems else ""}
+        changes: dict[Any, Any] = {self.standing: views.HTML.heading(given["tab"], " ".join(problems))}
         if given["tab"] == "Runs":
             table = views.run_table(runs, given["words"], order)
-            return changes | {self.run_table: views.table("runs", table, order, given["run"])}
+            return changes | {self.run_table: views.runs_table(table, order, given["run"])}
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
         tasks = {name for run in runs.values() for name in evaluated(run)}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
@@ -323,5 +409,9 @@ class _Page:
         shown += [gr.update(visible=False)] * (_COMPARED - len(shown))
         differing = views.table("differing", views.differing_settings(runs))
         changes[self.metrics] = gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)])
-        changes[self.differing] = views.HTML.section("Settings that differ", differing)
+        changes[self.differing] = views.HTML.section(
+            "Values at the end, and their difference from the first run",
+            views.table("final", views.final_values(runs)),
+        )
+        changes[self.differing] += views.HTML.section("Settings that differ", differing)
         return changes | dict(zip(self.comparisons, shown, strict=True))

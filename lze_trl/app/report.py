@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 
 from ..files import write_atomically
 from ..record import MissingTelemetryError, Run, open_run
-from ..record.curves import curve, energy_heat_map, evaluated, outcome_name
+from ..record.curves import curve, evaluated, outcome_histogram, outcome_name
 from ..record.reader import STATES
 from ..version import __version__
-from .views import HTML, brightest, overview, settings, table
+from .views import HTML, overview, settings, table
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
@@ -46,7 +46,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def write_summary_picture(run_dir: str | Path, path: str | Path) -> Path:
-    """Write the picture of a run: pass rate, reward and energy over the steps."""
+    """Write the picture of a run: outcomes, rewards and shares of groups by their outcome over the steps."""
     with closing(open_run(run_dir)) as run:
         if curve(run, bins=1).empty:
             raise MissingTelemetryError("The run has started, and its first batch is not scored yet. Try again later.")
@@ -70,8 +70,8 @@ def _learned(run: Run) -> Markup:
 def _draw_summary(run: Run) -> Figure:
     # Without pyplot: a training may have chosen a backend of its own, and its figures would never be freed
     figure = Figure(figsize=(11.0, 3.6), dpi=110, layout="constrained", facecolor="white")
-    outcomes, energy = figure.subplots(1, 2)
-    for axis in (outcomes, energy):
+    outcomes, groups = figure.subplots(1, 2)
+    for axis in (outcomes, groups):
         axis.spines[["top", "right"]].set_visible(False)
     points, outcome = curve(run), outcome_name(run)
     for name, label, colour, dashes in (
@@ -89,12 +89,13 @@ def _draw_summary(run: Run) -> Figure:
     outcomes.grid(alpha=0.3)
     for text in outcomes.legend(frameon=False, fontsize=8).get_texts():
         text.set_parse_math(False)  # a `$` in the name of a task or a reward is one
-    steps, shares = energy_heat_map(run)
-    live = 100 * shares[:, 1:].T
-    edges = np.concatenate([[steps[0] - 1], steps]) if (np.diff(steps) > 0).all() else np.arange(len(steps) + 1)
-    levels = np.linspace(0.0, run.meta.energy_max, len(live) + 1)
-    mesh = energy.pcolormesh(edges, levels, live, cmap="cividis", vmin=0, vmax=brightest(live), rasterized=True)
+    shares = outcome_histogram(run)
+    steps, levels = shares.index.to_numpy(), np.arange(len(shares.columns) + 1) - 0.5
+    if len(steps):
+        edges = np.concatenate([[steps[0] - 1], steps])
+        mesh = groups.pcolormesh(edges, levels, 100 * shares.to_numpy().T, cmap="cividis", vmin=0, rasterized=True)
+        figure.colorbar(mesh, ax=groups)
+    groups.set_yticks(levels[:-1] + 0.5, shares.columns)
     # A label beside the colours would be cut off: the layout does not count its length
-    energy.set(title="Energy of the groups, colour: % of them", xlabel="step", ylabel="energy")
-    figure.colorbar(mesh, ax=energy, extend="max")
+    groups.set(title="Groups drawn in full, colour: % of them", xlabel="step", ylabel=outcome)
     return figure

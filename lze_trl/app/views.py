@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable, Collection
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -10,24 +11,38 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
-from ..record.curves import GRADED, curve, evaluated, is_share, outcome_name
+from ..record.causes import CAUSES
+from ..record.curves import (
+    GRADED,
+    HELD_OUT,
+    curve,
+    evaluated,
+    interval,
+    is_share,
+    last_fifth,
+    main_reward,
+    outcome_name,
+    reward_curves,
+    waste,
+)
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
-from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
-from ..record.numbers import number, percent
+from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, time_of_plain
+from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
 from .meanings import MEANINGS
 
 
-_TILES = 4  # at most, of what the run was evaluated on
 _FEW_LIVE = 0.2  # share of live groups below which little was learned, whatever was saved
+_SHORT = 120  # characters of a prompt in a row: those that begin alike may end differently
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
+_CODE = re.compile("`([^`]+)`")
 _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")  # as the recorder writes messages
 
 # Beginnings of settings that do not describe the experiment: where a run writes, what it logs, where its servers are
@@ -44,7 +59,8 @@ _environment = Environment(
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-_environment.filters |= {"number": number, "percent": percent}
+_environment.filters |= {"number": number, "percent": percent, "ago": ago}
+_environment.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
 _environment.globals |= {"plain": PLAIN, "zip": zip, "meanings": MEANINGS}
 _environment.globals |= {"headline": headline, "skipped_visits": skipped_visits}
 
@@ -53,16 +69,17 @@ HTML: Any = _environment.get_template("pages.html").module
 
 
 def overview(run: Run) -> Markup:
-    """Where the run stands, and what it cost."""
-    return tiles(run) + costs(run)
+    """The cards of the run, and what it cost."""
+    return cards(run) + costs(run)
 
 
-def tiles(run: Run) -> Markup:
-    """The numbers of the run, and advice."""
+def cards(run: Run, sparkline: str = "") -> Markup:
+    """Whether the run learns, what it wastes and what it saves, with the most severe advice; `sparkline` is a figure of its reward as JSON."""
     summary = run.summary()
     if not summary["generations"]:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
-    return HTML.tiles(_tiles(run, summary), Status.read(run.directory).advice)
+    found = [_learning(run), _wasted(run, summary), _saved(summary)]
+    return HTML.cards(found, sparkline, Status.read(run.directory).advice)
 
 
 def costs(run: Run) -> Markup:
@@ -78,23 +95,30 @@ def costs(run: Run) -> Markup:
     return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
 
 
-def table(id: str, frame: pd.DataFrame, order: str | None = None, opened: str | None = None) -> Markup:
+def table(
+    id: str,
+    frame: pd.DataFrame,
+    order: str | None = None,
+    opened: str | None = None,
+    forms: dict[str, Callable[[Any], str]] | None = None,
+    changed: Collection[str] = (),
+) -> Markup:
     """
     A table, empty without rows. One with an `order` is sorted by a click on a heading: it names the column by which it is sorted now, the
     highest first with a `-` before it. If the index of the frame has a name, it holds the keys by which rows are opened, `opened` is that
-    of the open one.
+    of the open one, and rows of keys in `changed` are marked. `forms` say how the numbers of some columns are written.
     """
     if frame.empty:
         return Markup()
     numeric = {name: is_numeric_dtype(frame[name]) for name in frame}
     heads = [(name, is_number, _next(name, is_number, order)) for name, is_number in numeric.items()]
-    forms = [
-        number if is_float_dtype(kind) else "{:,}".format if is_integer_dtype(kind) else _shown
-        for kind in frame.dtypes
-    ]
-    cells = [frame[name].map(form) for name, form in zip(frame, forms, strict=True)]
+    usual = {
+        name: number if is_float_dtype(kind) else "{:,}".format if is_integer_dtype(kind) else _shown
+        for name, kind in frame.dtypes.items()
+    }
+    cells = [frame[name].map((usual | (forms or {}))[name]) for name in frame]
     keys = frame.index if frame.index.name else [None] * len(frame)
-    return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened)
+    return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened, changed)
 
 
 def _next(name: str, is_number: bool, order: str | None) -> str | None:
@@ -104,42 +128,75 @@ def _next(name: str, is_number: bool, order: str | None) -> str | None:
     return name if order == f"-{name}" or (not is_number and order != name) else f"-{name}"
 
 
-def _tiles(run: Run, summary: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value and note of each number at the top."""
-    prompts, times = summary["prompts"], dict.fromkeys(("rollouts", "updates", "total"), "–")
-    times |= {work.name: work.times for work in against_plain(summary["ledger"])}
-    pass_rates = curve(run)["pass_rate"].dropna()  # NaN for a batch that pruning left empty
-    live = summary["groups"] - summary["dead"] - summary["stopped"]
-    few = f"; {live:,} live groups" + (", few to save for" if live < _FEW_LIVE * summary["groups"] else "")
-    first, last = (pass_rates.iloc[0], pass_rates.iloc[-1]) if len(pass_rates) else (None, None)
-    return [
-        ("step", f"{summary['steps']:,}", f"pass {summary['pass_index'] + 1} over the data"),
-        *(_held_out_tile(*line) for line in list(evaluated(run).items())[:_TILES]),
-        (outcome_name(run), percent(last), f"{percent(first)} at the start"),
-        ("prompts seen", f"{sum(prompts.values()):,}", f"{prompts['frontier']:,} on the frontier"),
-        ("solved or pruned", f"{prompts['solved'] + prompts['pruned']:,}", f"{prompts['forgotten']:,} forgotten"),
-        ("groups trained on", percent(summary["selected"] / max(summary["groups"], 1)), f"of {summary['groups']:,}"),
-        ("FLOPs of plain GRPO", times["total"], f"rollouts {times['rollouts']}, updates {times['updates']}{few}"),
+def _learning(run: Run) -> tuple[str, str, list[str], bool]:
+    """Name, number and notes of a card, and whether the number says little."""
+    values = main_reward(run)
+    now, change = last_fifth(values)
+    show, rewards = fixed if values.name == "reward" else percent, reward_curves(run)
+    notes = [
+        "mean of the last fifth of the steps"
+        + (f", {round(change, 3) + 0.0:+.3f} on the fifth before" if change == change else "")
     ]
+    if len(rewards.columns) > 1:
+        parts = (f"{name} {fixed(last_fifth(rewards[name].dropna())[0])}" for name in rewards)
+        notes.append(f"rewards: {', '.join(parts)}")
+    for name, line in evaluated(run).items():
+        show_it, value = percent if is_share(name) else fixed, float(line.iloc[-1])
+        low, high = interval(run, name, value) if name.startswith(HELD_OUT) else (np.nan, np.nan)
+        between = f" [{show_it(low)}, {show_it(high)}]" if low == low else ""
+        begun = f", {show_it(line.iloc[0])} at step {line.index[0]}" if len(line) > 1 else ""
+        notes.append(f"{name} {show_it(value)}{between}{begun}")
+    return "learning", f"{values.name} {show(now)}", notes, False
 
 
-def _held_out_tile(name: str, values: pd.Series) -> tuple[str, str, str]:
-    show = percent if is_share(name) else number
-    begun = f"{show(values.iloc[0])} at step {values.index[0]}" if len(values) > 1 else ""
-    return name, show(values.iloc[-1]), begun
+def _wasted(run: Run, summary: dict[str, Any]) -> tuple[str, str, list[str], bool]:
+    share, cause, part = waste(run)
+    notes = ["of the groups of the last fifth of the steps were dead and drawn in full"]
+    notes += [f"{percent(part)} of these: {CAUSES[cause]}"] if cause else []
+    notes.append(f"{percent(summary['dead'] / max(summary['groups'], 1))} in the whole run")
+    if idle := summary["ledger"].get("skipped_updates"):
+        notes.append(f"{idle:,.0f} of {summary['steps']:,} steps made no update: no group had a gradient")
+    return "wasted", percent(share), notes, False
 
 
-def brightest(shares: np.ndarray) -> float:
-    """The share that gets the brightest colour. A few extreme cells at the start of a run would make all others dark."""
-    return float(np.quantile(shares[shares > 0], 0.99)) if (shares > 0).any() else 1.0
+def _saved(summary: dict[str, Any]) -> tuple[str, str, list[str], bool]:
+    totals, live = summary["ledger"], summary["groups"] - summary["dead"] - summary["stopped"]
+    if not (works := against_plain(totals)):
+        return "saved", "–", [TAUGHT_NOTHING], True
+    few, spent, plain = live < _FEW_LIVE * summary["groups"], works[-1], time_of_plain(totals)
+    rest = 1.0 - spent.ratio
+    notes = [f"the cost of plain GRPO: {percent(abs(rest))} {'saved' if rest >= 0 else 'more'}"]
+    fewer = {"completions": totals.get("plain_rows", 0) - totals.get("rows_rolled_out", 0)}
+    fewer |= {"tokens": totals.get("plain_tokens", 0) - totals.get("rollout_tokens", 0)}
+    kinds = [f"{number(abs(n))} {'fewer' if n >= 0 else 'more'} {name}" for name, n in fewer.items() if round(n)]
+    if plain:
+        minutes = (plain[1] - spent.seconds) / 60
+        kinds.append(f"{abs(minutes):.1f} min {'less' if minutes >= 0 else 'more'}")
+    notes += [", ".join(kinds)] if kinds else []
+    notes.append(
+        f"{totals.get('rows_rolled_out', 0) / live:.1f} completions for each of {live:,} live groups"
+        if live
+        else "no live group"
+    )
+    if few:
+        notes.append("most groups were dead, so this is little to save from")
+    return "saved", spent.times, notes, few
 
 
 def standing(run: Run) -> Markup:
-    """Whether the run is training."""
-    status, left = run.status(), Status.read(run.directory).waits_for
-    return HTML.standing(
-        status, status["updated"] and datetime.fromtimestamp(status["updated"]), left or _left(status)
+    """Which run it is, whether it is training, and how to go on with one that stopped before its end."""
+    status, known = run.status(), run.meta.settings
+    size, count = known.get("num_generations"), known.get("train_prompts")
+    drawn = f"{f'{count:,} prompts' if count else 'prompts'} × {size} completions" if size else ""
+    model = str(known.get("model") or known.get("model_name_or_path") or "")
+    facts = [known.get("strategy"), model.rstrip("/").rpartition("/")[2], drawn]
+    checkpoints = [path.name for path in run.directory.parent.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    stopped, latest = (
+        status["state"] in ("crashed", "failed", "interrupted"),
+        max(checkpoints, key=lambda name: int(name[11:]), default=""),
     )
+    left = Status.read(run.directory).waits_for or _left(status)
+    return HTML.standing(run.name, " · ".join(str(fact) for fact in facts if fact), status, left, stopped, latest)
 
 
 def _left(status: dict[str, Any]) -> str:
@@ -175,11 +232,42 @@ def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.Dat
     return frame[[all(word in text for word in search.lower().split()) for text in texts]]
 
 
+def runs_table(frame: pd.DataFrame, order: str, opened: str | None) -> Markup:
+    """The table of [`run_table`]."""
+    return table("runs", frame, order, opened, {name: form for name, form in _RUN_FORMS.items() if name in frame})
+
+
 def version(run: Run) -> tuple:
     """Changes when a run has recorded or evaluated something, or ended."""
     evaluations = sorted((str(path), path.stat().st_mtime_ns) for path in run.directory.parent.glob(RESULT_FILES))
     status = Status.read(run.directory)
     return hash(run.version), status.state, status.waits_for, *evaluations
+
+
+def final_values(runs: dict[str, Run]) -> pd.DataFrame:
+    """The numbers of [`run_row`] side by side, from the second run on with their difference from the first."""
+    rows = {id: {n: v for n, v in run_row(run).items() if isinstance(v, int | float)} for id, run in runs.items()}
+    shown = []
+    for name in dict.fromkeys(name for row in rows.values() for name in row):
+        values = [row.get(name, np.nan) for row in rows.values()]
+        form = _RUN_FORMS.get(name, number)
+        shown.append([name, form(values[0])])
+        for other in values[1:]:
+            change = other - values[0]
+            told = (
+                f" ({'+' if change > 0 else '−' if change < 0 else '±'}{form(abs(change))})"
+                if change == change
+                else ""
+            )
+            shown[-1].append(form(other) + told)
+    return pd.DataFrame(shown, columns=["at the end", *runs])
+
+
+_RUN_FORMS: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("dead", "stopped", "trained on"), percent),
+    **dict.fromkeys(("reward", "best reward", "cost ×", f"{HELD_OUT} accuracy", f"{HELD_OUT} reward"), fixed),
+    "wall time": lambda seconds: tqdm.format_interval(seconds) if seconds == seconds else "–",
+}
 
 
 def run_row(run: Run) -> dict[str, Any]:
@@ -195,18 +283,27 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
     groups, known = max(summary["groups"], 1), evaluated(run)
     run.close()  # of hundreds of runs, only those on the page are open
+    times = run.sql("SELECT min(time) AS first, max(time) AS last FROM generations").iloc[0]
+    reward, model = (
+        main_reward(run),
+        str(run.meta.settings.get("model") or run.meta.settings.get("model_name_or_path") or "–"),
+    )
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
         "state": f"{status['state']}, {left}" if left else status["state"],
         "step": summary["steps"],
         **{name: float(line.iloc[-1]) for name, line in known.items()},
-        "pass rate": float(last["pass_rate"]),
+        "reward": last_fifth(reward)[0],
+        "best reward": float(reward.max()),
         "dead": summary["dead"] / groups,
         "stopped": summary["stopped"] / groups,
         "trained on": summary["selected"] / groups,
         "tokens": float(last["tokens"]),
         "seconds": float(last["seconds"]),
         "cost ×": works.get("total", np.nan),
+        "wall time": float(times["last"] - times["first"]),
+        "started": f"{datetime.fromtimestamp(times['first']):%Y-%m-%d %H:%M}" if len(points) else "–",
+        "model": model.rstrip("/").rpartition("/")[2],
     }
 
 
@@ -229,10 +326,8 @@ _PROMPT_COLUMNS = {
     "pass rate": "pass_rate",
     "drawn": "drawn",
     "first": "first_pass_rate",
-    "D": "difficulty",
-    "u": "uncertainty",
-    "m": "momentum",
     "visits": "visits",
+    "last step": "last_step",
 }
 
 
@@ -247,20 +342,35 @@ def prompt_table(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     """Rows of [`Run.prompts`](lze_trl.record.Run.prompts) with short texts, by their ids as text."""
     rows = frame[list(_PROMPT_COLUMNS.values())].set_axis(list(_PROMPT_COLUMNS), axis=1)
     rows["prompt"] = [short_text(row) for row in frame.to_dict("records")]
+    rows["last step"] += 1
     rows.index = pd.Index(frame["prompt_id"].astype(str), name="prompt id")
     return rows.rename(columns={"pass rate": outcome_name(run)})
 
 
 def short_text(row: dict[str, Any]) -> str:
-    """The beginning of a prompt's text, or its id if the text is not recorded."""
-    return " ".join(row["text"][:300].split()) if isinstance(row["text"], str) else f"prompt {row['prompt_id']}"
+    """The beginning and the end of a prompt's text, or its id if the text is not recorded."""
+    if not isinstance(row["text"], str):
+        return f"prompt {row['prompt_id']}"
+    text = " ".join(row["text"].split())
+    return text if len(text) <= _SHORT else f"{text[: _SHORT // 2]} … {text[-_SHORT // 2 :]}"
 
 
-def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "") -> Markup:
-    """The table of the first prompts in a frame, of `total` that were found."""
-    shown = table(PROMPTS, prompt_table(run, frame.head(MOST_ROWS)), order, opened)
+def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "", search: str = "") -> Markup:
+    """The table of the first prompts in a frame, of `total` that were found. Those of the latest generation batch of a running run are marked."""
+    outcome, shown = outcome_name(run), frame.head(MOST_ROWS)
+    changed: Collection[str] = ()
+    if run.status()["state"] == "running":
+        (latest,) = run.sql("SELECT max(generation) AS latest FROM generations")["latest"]
+        changed = set(shown.loc[shown["last_generation"] == latest, "prompt_id"].astype(str))
+    forms = {"energy": "{:.2f}".format, outcome: percent, "first": percent}
+    rows = table(PROMPTS, prompt_table(run, shown), order, opened, forms, changed)
     more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
-    return HTML.prompts(f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}", shown)
+    told = (
+        f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}"
+        if total or not search
+        else f"No prompt has all of: {search}"
+    )
+    return HTML.prompts(told, rows)
 
 
 def prompt_detail(run: Run, prompt_id: int) -> Markup:
@@ -273,20 +383,29 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
     facts |= {
         "drawn": row["drawn"],
         "visits": row["visits"],
+        "last step": row["last_step"] + 1,
         "trained on": row["times_selected"],
         "re-checks": row["rechecks"],
+        outcome_name(run): percent(row["pass_rate"]),
     }
-    for name in ("difficulty D", "uncertainty u", "momentum m", "energy"):
-        facts[name] = number(row[name.split()[0]])
-    facts["prompt id"] = prompt_id
+    for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
+        facts[name] = f"{row[name.split()[0]]:.2f}"
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
-    return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts)
+    return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts, prompt_id)
 
 
 def completions(run: Run, prompt_id: int, generation: int | None = None) -> Markup:
-    """Completions of a prompt at a generation batch, by default the latest with recorded ones, episodes turn by turn."""
-    rows = run.completions(prompt_id, generation).to_dict("records")
-    return HTML.completions([row | {"turns": turns(row["completion"])} for row in rows], run.meta)
+    """
+    Completions of a prompt at a generation batch, by default the latest with recorded ones: the highest reward first, equal ones once,
+    episodes turn by turn.
+    """
+    rows: dict[tuple, dict[str, Any]] = {}
+    for row in (
+        run.completions(prompt_id, generation).sort_values("reward", ascending=False, kind="stable").to_dict("records")
+    ):
+        same = row["completion"], str(row["rewards"]), row["completion_tokens"]
+        rows.setdefault(same, row | {"turns": turns(row["completion"]), "times": 0})["times"] += 1
+    return HTML.completions(list(rows.values()), run.meta)
 
 
 def turns(text: str) -> list[tuple[str, str]]:

@@ -22,6 +22,11 @@ _FULL = 0.95  # share of its range from which a reward is at its highest
 _CHANCE = 0.1  # share of dead groups that pass rates which differ may add to what chance makes dead
 _ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
+# What is said first: causes of which the first makes the others beside the point
+_SEVERITY = (
+    *("collapsed", "learning_rate", "unscored", "weights", "constant", "reward", "failed", "cut_off", "same_text"),
+    *("group_size", "hopeless", "solved", "equal", "shaping", "logprobs", "left_out", "gate"),
+)
 _CURES = {
     "unscored": "Check that answers are parsed, and that the reward functions get the dataset columns that they read.",
     "weights": "Check `reward_weights`: they are 0 for what differs, or cancel it.",
@@ -126,7 +131,14 @@ class Advice:
         return min(1.0, drawn / kept * batch.alive.sum() / batch.num_rows) if kept else 1.0
 
     def lines(self, ended: bool = False) -> dict[str, str]:
-        """Sentences by their cause. Once a run has `ended`, its batches are enough even if they are few."""
+        """Sentences by their cause, the most severe first. Once a run has `ended`, its batches are enough even if they are few."""
+        return self._ordered(self._lines(ended))
+
+    @staticmethod
+    def _ordered(said: dict[str, str]) -> dict[str, str]:
+        return {cause: said[cause] for cause in sorted(said, key=lambda name: _SEVERITY.index(name.partition(".")[0]))}
+
+    def _lines(self, ended: bool) -> dict[str, str]:
         of_data = {"left_out": self.left_out} if self.left_out else {}
         if not self._recent:
             return of_data

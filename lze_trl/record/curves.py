@@ -8,23 +8,35 @@ import numpy as np
 import pandas as pd
 
 from .advice import accuracy_reward
+from .causes import CAUSES
 from .evaluations import task_curves
 from .ledger import KINDS, UNITS
-from .reader import PAID, Run
-from .schema import NUM_ENERGY_BINS
+from .reader import PAID, STATE, STATES, Run
 
 
 HELD_OUT = "held-out"
 """With what the names of curves over prompts that are never trained on begin."""
 
 GRADED = "mean outcome"
+UNSEEN = "never seen"
+PASSES = 0.5
+"""Outcome from which a completion counts as one that passes, where outcomes are graded."""
+
+_MOST_LEVELS = 16  # of outcomes that are shown one by one
+_Z = 1.96  # standard errors to each side of a 95 % interval
+
+
+# Each generation batch with the step at the end of its bin, as of `_binned`
+_BINS = """bins AS (SELECT generation, max(step) OVER (PARTITION BY bin) + 1 AS step FROM (
+    SELECT generation, step, (row_number() OVER (ORDER BY generation) - 1) * least(?::BIGINT, count(*) OVER ())
+        // count(*) OVER () AS bin FROM generations))"""
 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     """
     Neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means as they were logged; what became of
     the groups, as shares that add up to 1: `live`, `dead` and drawn in full, `stopped`; and the work so far by [`UNITS`], of which
-    tokens are those rolled out.
+    tokens are those rolled out, with those of plain GRPO as `plain_tokens`.
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
     means = ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean", "dead_share")
@@ -35,6 +47,7 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
         kinds = ["rollout"] if unit == "tokens" else KINDS
         total = " + ".join(f"coalesce(ledger['{kind}_{unit}'], 0)" for kind in kinds)
         columns[unit] = f"arg_max({total}, generation)"
+    columns["plain_tokens"] = "arg_max(ledger['plain_tokens'], generation)"
     return _binned(run, columns, bins)
 
 
@@ -45,16 +58,138 @@ def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
     return frame.set_index("").rename_axis("step")
 
 
-def energy_heat_map(run: Run, bins: int = 120) -> tuple[np.ndarray, np.ndarray]:
+def main_reward(run: Run) -> pd.Series:
+    """The reward that the run is judged by, by step and as it was logged: that of [`accuracy_metric`], named by what it is called."""
+    name = accuracy_reward(run.meta.settings.get("pass_reward"), run.meta.reward_names)
+    if name in run.meta.reward_labels:
+        return reward_curves(run)[str(name)].dropna()
+    points = curve(run).set_index("step")
+    return points["reward_mean"].rename("reward").dropna()
+
+
+def last_fifth(values: pd.Series) -> tuple[float, float]:
+    """Mean over the last fifth of a curve, and what it is above the mean over the fifth before, NaN where there is none."""
+    size = max(1, len(values) // 5)
+    now, before = values[-size:].mean(), values[-2 * size : -size].mean()
+    return float(now), float(now - before)
+
+
+def waste(run: Run) -> tuple[float, str, float]:
     """
-    Distribution of the energy over at most `bins` steps: the steps, shape `(T,)`, and shares of the groups, shape
-    `(T, 1 + NUM_ENERGY_BINS)`: the dead ones, then the live ones in energy bins of equal width up to `run.meta.energy_max`.
+    Share of the groups of the last fifth of the generation batches that were dead and drawn in full, the most frequent cause, one of
+    [`CAUSES`], and its share of these dead groups; a share is NaN, and the cause `""`, where that is not known.
     """
-    levels = {f"level{index}": f"sum(energy_histogram[{index + 1}])::DOUBLE" for index in range(NUM_ENERGY_BINS)}
-    columns = {"step": "max(step) + 1", "groups": "sum(groups)::DOUBLE", "dead": "sum(dead)::DOUBLE"}
-    frame = _binned(run, columns | levels, bins)
-    groups = frame["groups"].clip(lower=1)  # pruning may have left nothing of a generation batch
-    return frame["step"].to_numpy(), frame[["dead", *levels]].div(groups, axis=0).to_numpy()
+    (row,) = (
+        run.arrow(f"""SELECT coalesce(sum(paid) / nullif(sum(groups), 0), 'nan') AS share, min(generation) AS first FROM (
+        SELECT generation, groups, {PAID} AS paid FROM generations
+        QUALIFY row_number() OVER (ORDER BY generation DESC) <= greatest(1, count(*) OVER () // 5))""").to_pylist()
+    )
+    causes = run.sql("SELECT cause FROM groups WHERE dead AND generation >= ? AND cause <> 'stopped'", [row["first"]])
+    shares = causes["cause"].value_counts(normalize=True)
+    cause = next((name for name in shares.index if name in CAUSES), "")
+    return float(row["share"]), cause, float(shares.get(cause, np.nan))
+
+
+def interval(run: Run, name: str, value: float) -> tuple[float, float]:
+    """
+    95 % interval of the last score of [`held_out_curves`] by a name, NaN where it is not known. Completions of one prompt resemble each
+    other, so that only prompts are counted: it is rather too wide. A share has the interval of Wilson.
+    """
+    count = run.meta.settings.get("held_out_prompts") or np.nan
+    if is_share(name):
+        middle, width = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count), _Z / (1 + _Z**2 / count)
+        half = width * np.sqrt(value * (1 - value) / count + (_Z / (2 * count)) ** 2)
+    else:
+        # The spread of a sum is at most the sum of those of its parts
+        names, weights = run.meta.reward_names, run.meta.settings.get("reward_weights")
+        parts = {name.removeprefix(f"{HELD_OUT} "): 1.0}
+        if parts.keys() == {"reward"}:
+            parts = dict(zip(names, weights or [1.0] * len(names), strict=False))
+        logged = logged_curves(run, [f"eval_rewards/{part}/std" for part in parts], bins=10**9)
+        spreads = {name.split("/")[1]: values.iloc[-1] for name, values in logged.items()}
+        half = _Z * sum(abs(weight) * spreads.get(part, np.nan) for part, weight in parts.items()) / np.sqrt(count)
+        middle = value
+    low, high = float(middle - half), float(middle + half)
+    if is_share(name):
+        return float(np.clip(low, 0.0, 1.0)), float(np.clip(high, 0.0, 1.0))
+    return (low, high) if half else (np.nan, np.nan)  # equal rewards tell nothing of those of other prompts
+
+
+def prompt_flow(run: Run, bins: int = 120) -> pd.DataFrame:
+    """How many prompts were in each of [`STATES`] that occurs after at most `bins` steps, indexed by step; those never seen, if that is known."""
+    changes = run.sql(
+        f"""WITH {_BINS}, visited AS (SELECT *, cause IS DISTINCT FROM 'stopped' AS whole FROM groups), sums AS (
+            SELECT prompt_id, generation, pruned, max(generation) FILTER (whole) OVER before AS last_whole,
+                max(generation) FILTER (whole AND pass_rate = 1) OVER before AS last_solved,
+                max(generation) FILTER (replayed AND pass_rate < 1) OVER before AS last_failed_recheck,
+                nullif(coalesce(last_value(CASE WHEN whole THEN coalesce(pass_rate, -1) END IGNORE NULLS) OVER before, pass_rate), -1) AS pass_rate,
+                coalesce(last_value(CASE WHEN whole THEN dead END IGNORE NULLS) OVER before, dead) AS dead
+            FROM visited WINDOW before AS (PARTITION BY prompt_id ORDER BY generation)
+        ), states AS (
+            SELECT prompt_id, generation, {STATE} AS state FROM sums
+        ), moves AS (
+            SELECT generation, state, lag(state) OVER (PARTITION BY prompt_id ORDER BY generation) AS earlier FROM states
+        ), changes AS (
+            SELECT generation, state, 1 AS change FROM moves WHERE state IS DISTINCT FROM earlier
+            UNION ALL SELECT generation, earlier, -1 FROM moves WHERE state <> earlier
+        ) SELECT bins.step, state, coalesce(sum(change), 0) AS change
+        FROM bins LEFT JOIN changes USING (generation) GROUP BY ALL""",
+        [bins],
+    )
+    counts = changes.dropna().pivot_table(index="step", columns="state", values="change", aggfunc="sum")
+    counts = counts.reindex(sorted(changes["step"].unique())).fillna(0).cumsum()
+    counts = counts[[state for state in STATES if state in counts]].astype(int)
+    if known := run.meta.settings.get("train_prompts"):
+        counts.insert(0, UNSEEN, (known - counts.sum(axis=1)).clip(lower=0))
+    return counts
+
+
+def outcome_histogram(run: Run, bins: int = 120) -> pd.DataFrame:
+    """
+    Shares of the groups that were drawn in full by their mean outcome: a column for 0, one for 1, and those between for the nearest of
+    equal steps, `1 / num_generations` wide if these are few; at most `bins` rows, indexed by step.
+    """
+    size = int(run.meta.settings.get("num_generations") or 8)
+    levels = max(2, size if size <= _MOST_LEVELS else 10)
+    counts = run.sql(
+        f"""WITH {_BINS} SELECT bins.step, count(*) AS groups, CASE WHEN pass_rate IN (0, 1) THEN pass_rate * ?
+            ELSE greatest(1, least(? - 1, round(pass_rate * ?))) END::INTEGER AS level
+        FROM groups JOIN bins USING (generation) WHERE pass_rate IS NOT NULL AND cause IS DISTINCT FROM 'stopped' GROUP BY ALL""",
+        [bins, levels, levels, levels],
+    )
+    table = counts.pivot(index="step", columns="level", values="groups").reindex(columns=range(levels + 1)).fillna(0)
+    return table.div(table.sum(axis=1), axis=0).rename(columns=lambda level: f"{level}/{levels}")
+
+
+def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
+    """Mean tokens of completions by step: of all as it was logged, and of the recorded ones by their outcome, see [`PASSES`]."""
+    found = run.sql(
+        f"""WITH {_BINS} SELECT bins.step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS tokens
+        FROM completions JOIN bins USING (generation) WHERE outcome IS NOT NULL GROUP BY ALL ORDER BY step""",
+        [bins],
+    )
+    every = logged_curves(run, [name := "completions/mean_length"], bins).get(name)
+    names = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}
+    by_outcome = {names[bool(passed)]: rows.set_index("step")["tokens"] for passed, rows in found.groupby("passed")}
+    return ({} if every is None else {"all": every}) | by_outcome
+
+
+def seconds_per_step(run: Run, bins: int = 120) -> pd.DataFrame:
+    """Seconds of a step by the kind of work, indexed by step: rollouts and rewards, log-probabilities, updates, and the choice of prompts and groups."""
+    kinds = KINDS | {"selection": "selection"}
+    columns = {name: f"arg_max(coalesce(ledger['{kind}_seconds'], 0), generation)" for kind, name in kinds.items()}
+    totals = _binned(run, {"step": "max(step) + 1"} | columns, bins).set_index("step")
+    spent = totals.diff().fillna(totals)
+    steps = pd.Series(totals.index, totals.index).diff().fillna(totals.index[0] if len(totals) else 1)
+    return spent.div(steps.clip(lower=1), axis=0).clip(lower=0)  # a resumed run may have lost some
+
+
+def reward_limits(run: Run) -> pd.DataFrame:
+    """Lowest and highest mean of a group of every reward function, one row each, and of the `total`."""
+    columns = {name: f"rewards[{index}]" for index, name in enumerate(run.meta.reward_labels, start=1)}
+    found = ", ".join(f"min({column}), max({column})" for column in ["reward_mean", *columns.values()])
+    values = run.sql(f"SELECT {found} FROM groups").to_numpy(dtype=float).reshape(-1, 2)
+    return pd.DataFrame(values, index=["total", *columns], columns=["low", "high"])
 
 
 def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.Series]:

@@ -1,6 +1,7 @@
 """Numbers as short text, for labels and tables."""
 
 import math
+import time
 
 from tqdm import tqdm
 
@@ -12,6 +13,20 @@ def number(value: float | None) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else tqdm.format_sizeof(value)
 
 
+def fixed(value: float | None) -> str:
+    """A reward, or another number of about 1, with as many decimals as all of its kind."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+
+
 def percent(value: float | None) -> str:
     """A share as a percentage."""
     return "–" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+
+
+def ago(then: float) -> str:
+    """How long ago a time in Unix seconds was: `8 s ago`."""
+    seconds = max(0.0, time.time() - then)
+    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"

@@ -32,12 +32,21 @@ the highest ones. A forgotten one was solved and pruned, failed its re-check, an
 stopped at every visit.
 """
 
+STATE = """CASE WHEN sums.pruned THEN 'pruned'
+    WHEN last_failed_recheck > coalesce(last_solved, -1) THEN 'forgotten'
+    WHEN pass_rate IS NULL THEN 'unscored'
+    WHEN last_whole IS NULL THEN 'stopped'
+    WHEN pass_rate = 1 THEN 'solved'
+    WHEN dead THEN 'hopeless'
+    ELSE 'frontier' END"""
+"""The state of a prompt in SQL, by what `sums` knows of its visits, and what was measured at the last one that was not stopped."""
+
 _MEASURED = ("energy", "difficulty", "uncertainty", "momentum", "pass_rate", "drawn")
-ORDERS = ("text", "state", *_MEASURED, "first_pass_rate", "visits")
+ORDERS = ("text", "state", *_MEASURED, "first_pass_rate", "visits", "last_step")
 """What [`Run.prompts`] sorts by."""
 
 # One row per visited prompt: its latest visit that was not stopped, if there is one, and sums over all visits
-_PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH visited AS (
+_PROMPT_STATES = f"""CREATE OR REPLACE TABLE prompt_states AS WITH visited AS (
     SELECT *, cause IS DISTINCT FROM 'stopped' AS whole FROM groups), sums AS (
     SELECT prompt_id, max(generation) AS last_generation, max(step) AS last_step, max(visits) AS visits,
         arg_max(pruned, generation) AS pruned, max(generation) FILTER (whole) AS last_whole,
@@ -47,13 +56,7 @@ _PROMPT_STATES = """CREATE OR REPLACE TABLE prompt_states AS WITH visited AS (
     FROM visited GROUP BY prompt_id)
 SELECT sums.*, size AS drawn, pass_rate, energy, difficulty, uncertainty, momentum, ema,
     CASE WHEN last_whole IS NOT NULL THEN first_pass_rate END AS first_pass_rate, reward_mean, dead,
-    CASE WHEN sums.pruned THEN 'pruned'
-        WHEN last_failed_recheck > coalesce(last_solved, -1) THEN 'forgotten'
-        WHEN pass_rate IS NULL THEN 'unscored'
-        WHEN last_whole IS NULL THEN 'stopped'
-        WHEN pass_rate = 1 THEN 'solved'
-        WHEN dead THEN 'hopeless'
-        ELSE 'frontier' END AS state
+    {STATE} AS state
 FROM sums JOIN groups ON groups.prompt_id = sums.prompt_id
     AND groups.generation = coalesce(sums.last_whole, sums.last_generation)"""
 
@@ -203,7 +206,7 @@ class Run:
         """
         What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
 
-        `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain it, whatever the case, or whose id it is.
+        `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain each of its words, whatever the case, or whose id it is.
         `order` is one of [`ORDERS`], the highest first with a `-` before it.
         """
         if state not in (*STATES, None):
@@ -225,7 +228,7 @@ class Run:
         return self.sql(query, [*parameters, state, prompt_id, limit])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
-        """Number of visited prompts in each state, those whose text contains `search` if it is given."""
+        """Number of visited prompts in each state, those that `search` finds if it is given."""
         condition, parameters = _found(search)
         query = f"SELECT state, count(*) AS prompts FROM prompt_states WHERE {condition} GROUP BY state"
         return self.sql(query, parameters).set_index("state")["prompts"].reindex(STATES, fill_value=0).to_dict()
@@ -278,8 +281,12 @@ def _quoted(text: str) -> str:
 def _found(search: str | None) -> tuple[str, list[Any]]:
     if not search:
         return "true", []
-    condition = """(prompt_id::VARCHAR = ? OR prompt_id IN (SELECT prompt_id FROM prompts
-        WHERE contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?)))"""
-    wanted = search.lower()
-    # Columns are JSON: found as they read there, such as `"level": 3`, and as the values themselves read
-    return condition, [search.strip(), wanted, wanted, json.dumps(wanted, ensure_ascii=False)[1:-1]]
+    # Columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
+    one = "(contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?))"
+    words = search.lower().split()
+    every = " AND ".join([one] * len(words)) or "true"
+    condition = f"(prompt_id::VARCHAR = ? OR prompt_id IN (SELECT prompt_id FROM prompts WHERE {every}))"
+    return condition, [
+        search.strip(),
+        *(form for w in words for form in (w, w, json.dumps(w, ensure_ascii=False)[1:-1])),
+    ]

@@ -20,7 +20,7 @@ import pytest
 import lze_trl
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.app.charts import METRICS
+from lze_trl.app.charts import METRICS, OVERVIEW_CHARTS
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
 from lze_trl.record import Meta, TelemetryWriter, open_run
@@ -146,30 +146,19 @@ def shown_lines(figure):
 
 
 def titles(page):
-    return page.locator(".js-plotly-plot:visible .gtitle").all_text_contents()
+    return page.locator(".lze-chart.js-plotly-plot:visible .gtitle").all_text_contents()
 
 
 def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, runs):
     requests = []
     page.on("request", lambda request: requests.append(request.url))
     open_page(page, address)
-    page.wait_for_selector(".lze-tiles")
-    summary = open_run(runs / "lze-a").summary()
-    tiles = page.evaluate(TILES)
-    share = f"{100 * summary['selected'] / summary['groups']:.1f} %"
-    assert tiles["groups trained on"] == [share, f"of {summary['groups']:,}"]
-    assert f"{summary['prompts']['frontier']} on the frontier" in tiles["prompts seen"][1]
-    rollouts, _, updates, total = (work.times for work in against_plain(summary["ledger"]))
-    assert tiles["FLOPs of plain GRPO"] == [total, f"rollouts {rollouts}, updates {updates}"]
+    page.wait_for_selector(".lze-cards")
+    *_, total = against_plain(open_run(runs / "lze-a").summary()["ledger"])
+    assert page.evaluate(CARDS)["saved"] == total.times
+    page.wait_for_selector(".lze-spark.js-plotly-plot")
     assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
-    expected = [
-        "Pass rate",
-        "Held-out accuracy",
-        "Reward",
-        "Energy of the groups (below 0: dead)",
-        "Shares of the groups",
-    ]
-    wait_for(lambda: titles(page) == expected)
+    wait_for(lambda: len(titles(page)) == OVERVIEW_CHARTS)
     page.get_by_role("button", name="What other strategies would cost").click()
     page.get_by_role("button", name="Forecast").click()
     told = page.locator("#lze-forecast")
@@ -185,7 +174,7 @@ def test_page_follows_a_run(page, tmp_path):
     writer.flush()
     with serve(tmp_path / "live") as address:
         open_page(page, address)
-        step, plot = page.locator('[data-tile="step"] strong'), page.locator(".js-plotly-plot").first
+        standing, plot = page.locator("#lze-standing"), page.locator(".lze-chart.js-plotly-plot").first
         plot.wait_for(timeout=60_000)
         # The reader zooms in, which stays
         box = plot.locator(".nsewdrag").bounding_box()
@@ -199,14 +188,28 @@ def test_page_follows_a_run(page, tmp_path):
         zoomed = plot.evaluate(ranges)
         for record in islice(records, 6):
             writer.record(record)
-            wait_for(lambda record=record: step.inner_text() == str(record.step + 1), seconds=60)
-        wait_for(lambda: len(shown_lines(plot)["all rollouts"]) == 7)
+            wait_for(lambda record=record: f"step {record.step + 1} " in standing.inner_text(), seconds=60)
+        wait_for(lambda: len(shown_lines(plot)["frontier (learnable)"]) == 7)
         assert plot.evaluate(ranges) == zoomed
         writer.close()
 
 
-TILES = """() => Object.fromEntries([...document.querySelectorAll("[data-tile]")].map(
-    (tile) => [tile.dataset.tile, [tile.querySelector("strong").innerText, tile.querySelector("small").innerText]]))"""
+CARDS = """() => Object.fromEntries([...document.querySelectorAll("[data-card]")].map(
+    (card) => [card.dataset.card, card.querySelector("strong").innerText]))"""
+
+
+def test_a_click_on_a_state_lists_its_prompts(page, address, runs):
+    open_page(page, address)
+    plot = page.locator("#lze-flow .js-plotly-plot")
+    plot.wait_for(timeout=60_000)
+    bar = plot.locator(".bars .trace.bars").nth(2).locator(".point").last
+    state = plot.evaluate("(plot) => plot.data[2].customdata[0]")
+    box = bar.bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    count = open_run(runs / "lze-a").prompt_counts()[state]
+    wait_for(lambda: page.locator("#lze-found").inner_text().strip().startswith(f"{count} prompt"))
+    assert page.locator("#lze-state input").input_value() == state
+    assert page.get_by_role("tab", name="Prompts").get_attribute("aria-selected") == "true"
 
 
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
@@ -331,15 +334,14 @@ def test_runs_are_found_sorted_and_opened(page, address, runs):
     page.locator("#lze-words textarea, #lze-words input").fill("finished full")
     wait_for(lambda: list(cells(page, "#lze-runs")) == ["full"])
     row(page, "#lze-runs", 0).locator("td").nth(4).click()
-    groups = open_run(runs / "full").summary()["groups"]
-    wait_for(lambda: page.evaluate(TILES).get("groups trained on") == ["100.0 %", f"of {groups:,}"])
+    wait_for(lambda: page.locator("#lze-standing h1").inner_text() == "full")
     assert page.get_by_role("tab", name="Overview").get_attribute("aria-selected") == "true"
     assert page.locator("#lze-run input").input_value() == "full"
 
 
 def test_runs_are_compared(page, address):
     open_page(page, address, "Compare")
-    charts = page.locator(".js-plotly-plot:visible")
+    charts = page.locator(".lze-chart.js-plotly-plot:visible")
     wait_for(lambda: titles(page) == [METRICS[name].capitalize() for name in list(METRICS)[:4]])
     wait_for(lambda: set(shown_lines(charts.nth(1))) == {"lze-a", "lze-b", "full"})
     page.get_by_role("radio", name="FLOPs").check()
@@ -385,7 +387,7 @@ def test_states_without_data_are_worded(page, runs, tmp_path):
             assert "Traceback" not in page.content()
         # A run that begins while the page is open appears
         record_synthetic_run(tmp_path / "empty", SyntheticTraining(num_prompts=20, groups_per_batch=8), 3)
-        page.wait_for_selector("#lze-overview .lze-tiles", timeout=10_000)
+        page.wait_for_selector("#lze-overview .lze-cards", timeout=10_000)
         page.wait_for_selector(".js-plotly-plot", timeout=60_000)  # else the server ends while its charts are fetched
 
 
