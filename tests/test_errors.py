@@ -176,7 +176,9 @@ def test_a_column_may_be_logged_in_some_rounds_only_and_by_two_functions(tmp_pat
         log_extra("both", [f"{text}!" for text in completions])
         return [0.0] * len(completions)
 
-    sometimes.compares_completions = False  # or it would be called with single completions as well, to see whether it does
+    sometimes.compares_completions = (
+        False  # or it would be called with single completions as well, to see whether it does
+    )
     settings = {"controller": "reinforce_ada_positive", "controller_kwargs": {"round_size": 2, "max_rounds": 4}}
     settings |= {"pass_threshold": 0.5, "log_completions": True, "num_completions_to_print": 1}
     run(tmp_path, reward_funcs=[sometimes, other], **settings)
