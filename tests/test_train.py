@@ -147,7 +147,7 @@ def test_what_cannot_be_trained_is_refused_by_the_run_and_the_dry_run(job, keys,
 
 def test_flags_wherever_they_stand_are_kept_from_trackers(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", "--hub_token", "a secret", "--config", "none.yaml"])
-    with pytest.raises(SystemExit, match="no recipe `none.yaml`"):
+    with pytest.raises(SystemExit, match=r"no recipe `none\.yaml`"):
         main()
     assert sys.argv == ["train"]
 
