@@ -124,6 +124,7 @@ class Context:
         """
         A dataset, or a dictionary of them, without the prompts that leave no token for a completion, and a sentence on them without their
         texts, which is also logged. `on_main` calls a function on the main process. Those of a stream are told and left out when they come.
+        Raises `ValueError` where none is left.
         """
         if isinstance(dataset, dict):
             return {name: self.fitting(rows, f"{called} {name!r}", on_main)[0] for name, rows in dataset.items()}, ""
@@ -144,6 +145,8 @@ class Context:
             f"Left out {len(out):,} of {len(dataset):,} prompts of the {called}, which leave no room in the context of {self.length:,} "
             f"tokens: rows {shown}{', …' * (len(out) > _SHOWN)}. Shorten them, or use a model or server with a longer context."
         )
+        if len(out) == len(dataset):
+            raise ValueError(f"Nothing is left to use. {told}")
         logger.warning("%s The first begins %.60r.", told, first)
         return dataset.select([row for row in range(len(dataset)) if row not in out]), told
 

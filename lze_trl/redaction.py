@@ -9,7 +9,8 @@ HIDDEN = "***"
 """Stands where a secret was."""
 
 _SECRET_NAME = re.compile(
-    r"((?<!bos_)(?<!eos_)(?<!pad_)(?<!unk_)token|key|secret|passw(or)?d|passphrase|credential|authorization|signature)s?$",
+    r"^(?!.*(bos|eos|pad|unk|sep|cls|mask|special|stop|start|end|image|video|audio)_tokens?$)"  # those of a tokenizer
+    r".*(token|key|secret|passw(or)?d|passphrase|credential|authorization|signature)s?$",
     re.I,
 )
 _LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")

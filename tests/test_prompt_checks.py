@@ -150,6 +150,8 @@ def test_a_prompt_that_is_too_long_is_told_and_left_out(tmp_path, caplog, model)
     assert told in advice and "1+1+" not in advice  # which is published with the telemetry
     trainer.train_dataset = with_long(place=3)
     assert "rows 3 (120 tokens)" in caplog.text and len(trainer.train_dataset) == 12
+    with pytest.raises(ValueError, match="Left out 1 of 1 prompts of the evaluation set"):
+        tiny.make(tmp_path, trainer={"eval_dataset": with_long().select([7])})
     with pytest.raises(ValueError, match="has 2 different prompts, and a generation batch takes 3"):
         tiny.make(tmp_path, dataset=with_long().select([0, 1, 7]))
 

@@ -162,6 +162,8 @@ def test_what_is_no_secret_stays():
         "max_tokens": 5,
         "eos_token": "<eos>",
         "pad_token": "<pad>",
+        "additional_special_tokens": ["<think>"],
+        "generation_kwargs": {"stop_token": "</s>"},
         "monkey": 1,
         "url": "https://host/a?b=c@d",
         "t": (1, 2),

@@ -145,6 +145,13 @@ def test_what_cannot_be_trained_is_refused_by_the_run_and_the_dry_run(job, keys,
     assert dry.value.code == error.value.code
 
 
+def test_flags_wherever_they_stand_are_kept_from_trackers(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "--hub_token", "a secret", "--config", "none.yaml"])
+    with pytest.raises(SystemExit, match=r"no recipe `none\.yaml`"):
+        main()
+    assert sys.argv == ["train"]
+
+
 def lze_trl_train(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     """What the command of this checkout does; recipes name reward functions of the tests."""
     env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"

@@ -227,5 +227,5 @@ def main(arguments: Sequence[str] | None = None):
     setup_logging(is_main=os.environ.get("RANK", "0") == "0")
     with reported_errors(OSError):
         if arguments is None:
-            arguments, sys.argv[3:] = sys.argv[1:], []  # wandb uploads them, and flags may hold secrets
+            arguments, sys.argv[1:] = sys.argv[1:], []  # wandb uploads them, and flags may hold secrets
         run(*parse_recipe(arguments))

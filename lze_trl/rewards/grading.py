@@ -330,9 +330,8 @@ def _read_announced(text: str) -> Answer | None:
         if len(value) > _BARE_ANSWER_CHARACTERS:
             return None
     is_one_or_list = len(_MATH.findall(value)) < 2 or re.fullmatch(r"(?:[\s,;]|\b(?:and|or)\b)*", _MATH.sub("", value))
-    changed = _CHANGED.search(_REASON.split(masked[max(begin, end - 4) : stop])[0]) or _TAKEN_BACK.match(
-        rest, stop + 1
-    )
+    said = _REASON.split(masked[max(begin, end - 4) : stop])[0]
+    changed = _CHANGED.search(said) or _TAKEN_BACK.match(rest, stop + 1)
     if _UNSURE.search(clause + announcement[0]) or rest[stop : stop + 1] == "?" or changed or not is_one_or_list:
         return Answer((announcement[0] + rest[:stop],))
     return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None

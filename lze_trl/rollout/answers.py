@@ -77,10 +77,12 @@ class Answers:
 
     def warn(self, rows: Sequence[dict[str, Any]], prompts: Sequence[Any]):
         """Say which prompts no server has completed, by their texts and, of training sets, their ids."""
-        of_rows = zip(self._failed, rows, prompts, strict=True)
-        failed = {
-            (str(prompt)[:80], row.get(ID_COLUMN)): why for why, row, prompt in of_rows if why and why != SURPLUS
-        }
-        for (text, prompt_id), failure in failed.items():
-            words = "No server completes the prompt %r%s, and others are completed. It is left out, with the reward None: %s"
-            logger.warning(words, text, "" if prompt_id is None else f" (id {prompt_id})", failure)
+        words = (
+            "No server completes the prompt %r%s, and others are completed. It is left out, with the reward None: %s"
+        )
+        failed = {}
+        for failure, row, prompt in zip(self._failed, rows, prompts, strict=True):
+            if failure and failure != SURPLUS:
+                failed[str(prompt)[:80], f" (id {row[ID_COLUMN]})" if ID_COLUMN in row else ""] = failure
+        for shown, failure in failed.items():
+            logger.warning(words, *shown, failure)

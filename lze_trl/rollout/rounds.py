@@ -317,9 +317,8 @@ class Rounds:
         )
         chances = begun if finished is None else finished
         if isinstance(self.controller, Gate) and begun is not None:
-            self.guard.see(
-                batch, *gated(self.controller, self.state, batch, begun, finished), self.controller.group_size
-            )
+            seen = gated(self.controller, self.state, batch, begun, finished)
+            self.guard.see(batch, *seen, self.controller.group_size)
         none = batch.prompt_ids[first == 0]
         live = None
         if finished is not None:
@@ -383,10 +382,8 @@ class Rounds:
 
 def gathered_columns(numbers: dict[str, np.ndarray], accelerator: Accelerator) -> dict[str, np.ndarray]:
     """Numbers of the rows of every process, int64 or float64 of shape `(n_local,)`, for all processes: one gather for all columns."""
-    table = torch.tensor(
-        np.stack([column.view(np.int64) for column in numbers.values()], axis=1), device=accelerator.device
-    )
-    columns = accelerator.gather(table).cpu().numpy().T  # (columns, B)
+    table = np.stack([column.view(np.int64) for column in numbers.values()], axis=1)
+    columns = accelerator.gather(torch.tensor(table, device=accelerator.device)).cpu().numpy().T  # (columns, B)
     return {name: c.copy().view(own.dtype) for (name, own), c in zip(numbers.items(), columns, strict=True)}
 
 
