@@ -158,7 +158,7 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     *_, total = against_plain(open_run(runs / "lze-a").summary()["ledger"])
     assert page.evaluate(CARDS)["saved"] == total.times
     page.wait_for_selector(".lze-spark.js-plotly-plot")
-    assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
+    page.get_by_text(f"Cost, against {PLAIN}", exact=True).wait_for()  # after the cards
     wait_for(lambda: len(titles(page)) == OVERVIEW_CHARTS)
     page.get_by_role("button", name="What other strategies would cost").click()
     page.get_by_role("button", name="Forecast").click()
