@@ -11,13 +11,14 @@ from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
+import gradio as gr
 import numpy as np
 import pytest
 import yaml
 
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
-from lze_trl.app import charts, views
+from lze_trl.app import charts, page, views
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
 from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
@@ -25,7 +26,9 @@ from lze_trl.record.advice import Advice
 from lze_trl.record.curves import (
     UNSEEN,
     curve,
+    last_fifth,
     logged_curves,
+    main_reward,
     outcome_histogram,
     outcome_name,
     prompt_flow,
@@ -172,6 +175,54 @@ def test_episodes_are_shown_turn_by_turn():
     for text in ("", "plain", "[note]\nno role"):
         assert views.turns(text) == [("", text)]
     assert views.turns("before\n\n[user]\nx") == [("", "before"), ("user", "x")]
+
+
+def test_equal_completions_are_shown_once_and_empty_ones_are_named(tmp_path):
+    record = graded_record(0, [(0, 0.2, 0.2, 1)], [""])
+    record.rows["completion"] = np.array(["wrong", "", "", "right"], dtype=object)
+    record.rows["completion_tokens"] = np.array([4, 1, 1, 3])
+    record.rows["cut_off"] = np.array([1, 0, 0, 0])
+    run = record_run(tmp_path, [record], Meta({}, ["right"]))
+    html = views.completions(run, int(record.prompts["prompt_id"][0]))
+    assert re.findall(r"<pre>(.*?)</pre>", html) == ["right", "<i>(empty)</i>", "wrong"]  # the highest reward first
+    told = [" ".join(line.split()) for line in re.findall(r"· (\d+ tokens?.*?)</p>", html, re.S)]
+    assert told == ["3 tokens, ended", "1 token, ended · × 2", "4 tokens, cut off"]
+
+
+def test_prompts_that_begin_alike_are_told_apart():
+    texts = [f"{'Tom has apples. ' * 20}He finds {count}." for count in (3, 4)]
+    short = [views.short_text({"text": text}) for text in texts]
+    assert short[0] != short[1] and all(len(text) < 130 for text in short)
+
+
+def test_rows_under_the_pointer_keep_their_places(runs):
+    with gr.Blocks():
+        made = page._Page(RunBook([str(runs / "a")]))
+    given = {"run": "a", "state": "all", "search": "", "orders": {}, "prompt": "", "visit": ""}
+
+    def keys(**changes):
+        return re.findall('data-row="(.*?)"', made._show_prompts(made.book.open("a"), given | changes)[made.table])
+
+    usual = keys(held=[])
+    assert usual == open_run(runs / "a").prompts().prompt_id.astype(str).tolist()
+    held = usual[::-1][:5]
+    assert keys(held=held) == held + [key for key in usual if key not in held]
+    assert (
+        "No prompt has all of: &lt;b&gt;"
+        in made._show_prompts(made.book.open("a"), given | {"held": [], "search": "<b>"})[made.table]
+    )
+
+
+def test_final_values_are_compared_with_the_first_run(runs):
+    opened = {name: open_run(runs / name) for name in "ab"}
+    rows = views.final_values(opened).set_index("at the end").T.to_dict("list")
+    first, second = (views.run_row(run) for run in opened.values())
+    assert {"reward", "best reward", "dead", "cost ×", "wall time"} <= set(rows) and "model" not in rows
+    change = second["cost ×"] - first["cost ×"]
+    told = f"{second['cost ×']:.3f} ({'+' if change > 0 else '−'}{abs(change):.3f})"
+    assert rows["cost ×"] == [f"{first['cost ×']:.3f}", told]
+    assert (first["model"], first["reward"]) == ("synthetic", last_fifth(main_reward(opened["a"]))[0])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", first["started"])
 
 
 def test_every_explained_word_is_shown_somewhere(runs, tmp_path):

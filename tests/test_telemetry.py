@@ -126,6 +126,8 @@ def test_prompts_are_found_filtered_and_sorted(tmp_path):
     assert run.prompts(search="50%_").prompt_id.tolist() == [11]
     assert run.prompts(search="%").shape[0] == 2
     assert run.prompts(search="-22").prompt_id.tolist() == [-22]
+    words = " ".join(reversed(run.prompts(prompt_id=-22)["text"].iloc[0].split()))
+    assert run.prompts(search=words).prompt_id.tolist() == [-22]  # in any order
     for search in ("GÉOMÉTRIE", r"\frac{1}{2}", '"level": 3'):  # columns as they read
         assert len(run.prompts(search=search)) == 1, search
     assert run.prompt_counts("'; DROP TABLE groups; --")["frontier"] == 0

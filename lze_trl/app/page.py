@@ -110,11 +110,14 @@ draw();
 """
 # The run, tab, prompt and search stand in the address, so that a page can be loaded again, or sent
 _ADDRESS = """
+let asked = new URL(location).searchParams.get("tab");
 watch("value", () => {
   const url = new URL(location);
   for (const [name, value] of Object.entries(JSON.parse(props.value || "{}")))
     value ? url.searchParams.set(name, value) : url.searchParams.delete(name);
   history.replaceState(history.state, "", url);
+  for (const tab of document.querySelectorAll("#lze-tabs [role=tab]")) if (tab.innerText.trim() === asked) tab.click();
+  asked = null;
 });
 """
 _PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
@@ -147,7 +150,7 @@ class _Page:
                 self.standing = _html("standing")
             self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
-        self.address = gr.HTML(html_template="", js_on_load=_ADDRESS)
+        self.address = gr.HTML(html_template="<i></i>", js_on_load=_ADDRESS)
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
         self.orders = gr.State({})  # by the id of a table, see [`views.table`]
@@ -230,8 +233,8 @@ class _Page:
         gr.on(
             None,
             self._begin,
-            controls,
-            [*shown, self.run, self.runs, self.tab, self.pages, self.prompt, self.search],
+            None,
+            [*shown, self.run, self.runs, self.prompt, self.search],
             **quiet,
         ).then(**draw)
         for tab in self.tabs:
@@ -289,18 +292,15 @@ class _Page:
             found = str(error)
         return gr.update(value=found, visible=True)
 
-    def _begin(self, request: gr.Request, *values: Any) -> dict[Any, Any]:
+    def _begin(self, request: gr.Request) -> dict[Any, Any]:
         """Look for runs that have begun since the app was started, and show what the address names, by default the latest run."""
         self.book.look()
         ids, asked = self.book.ids, dict(request.query_params)
         run = asked.get("run") if asked.get("run") in ids else self.book.latest
         prompt = asked.get("prompt", "") if re.fullmatch(r"-?\d{1,19}", asked.get("prompt", "")) else ""
         chosen = {"run": run, "prompt": prompt, "search": asked.get("search", "")}
-        begun = {}
-        if (tab := asked.get("tab")) in TABS:
-            chosen["tab"], begun[self.pages] = tab, gr.Tabs(selected=tab)
-        given = dict(zip(self.controls, values, strict=True)) | chosen | {"runs": ids[:8]}
-        begun |= {self.controls[name]: value for name, value in chosen.items()}
+        given = {name: part.value for name, part in self.controls.items()} | chosen | {"runs": ids[:8]}
+        begun = {self.controls[name]: value for name, value in chosen.items()}
         begun |= {self.run: gr.update(choices=ids, value=run), self.runs: gr.update(choices=ids, value=ids[:8])}
         return begun | self._show(*given.values())
 

@@ -362,7 +362,7 @@ def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: 
     if run.status()["state"] == "running":
         (latest,) = run.sql("SELECT max(generation) AS latest FROM generations")["latest"]
         changed = set(shown.loc[shown["last_generation"] == latest, "prompt_id"].astype(str))
-    forms = {"energy": "{:.2f}".format, outcome: percent, "first": percent}
+    forms: dict[str, Callable[[Any], str]] = {"energy": "{:.2f}".format, outcome: percent, "first": percent}
     rows = table(PROMPTS, prompt_table(run, shown), order, opened, forms, changed)
     more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
     told = (

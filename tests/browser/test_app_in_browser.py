@@ -20,6 +20,7 @@ import pytest
 import lze_trl
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
+from lze_trl.app import views
 from lze_trl.app.charts import METRICS, OVERVIEW_CHARTS
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
@@ -157,7 +158,7 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     *_, total = against_plain(open_run(runs / "lze-a").summary()["ledger"])
     assert page.evaluate(CARDS)["saved"] == total.times
     page.wait_for_selector(".lze-spark.js-plotly-plot")
-    assert page.get_by_text(f"Cost, against {PLAIN}", exact=True).count() == 1
+    page.get_by_text(f"Cost, against {PLAIN}", exact=True).wait_for()  # after the cards
     wait_for(lambda: len(titles(page)) == OVERVIEW_CHARTS)
     page.get_by_role("button", name="What other strategies would cost").click()
     page.get_by_role("button", name="Forecast").click()
@@ -202,8 +203,8 @@ def test_a_click_on_a_state_lists_its_prompts(page, address, runs):
     open_page(page, address)
     plot = page.locator("#lze-flow .js-plotly-plot")
     plot.wait_for(timeout=60_000)
-    bar = plot.locator(".bars .trace.bars").nth(2).locator(".point").last
-    state = plot.evaluate("(plot) => plot.data[2].customdata[0]")
+    bar = plot.locator(".barlayer .trace.bars").first.locator(".point").nth(-3)
+    state = plot.evaluate("(plot) => plot.data[0].customdata[0]")
     box = bar.bounding_box()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     count = open_run(runs / "lze-a").prompt_counts()[state]
@@ -231,11 +232,24 @@ def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
         row(page, "#lze-prompts", 5).click()
         page.wait_for_selector("#lze-detail pre")
         visits = page.locator("#lze-detail dl div", has_text="visits").locator("dd")
+        place = scroll.evaluate("(element) => element.scrollTop")  # the click may have moved it
+        assert place >= 90
         before = int(visits.inner_text())
         wait_for(lambda: int(visits.inner_text()) > before)
         assert page.locator("#lze-prompts [aria-sort=ascending]").inner_text() == "visits"
-        assert scroll.evaluate("(element) => element.scrollTop") == 90
-        found = [int(others[7]) for others in cells(page, "#lze-prompts").values()]
+        assert scroll.evaluate("(element) => element.scrollTop") == place
+
+        def column(place):
+            return [others[place] for others in cells(page, "#lze-prompts").values()]
+
+        # Rows under the pointer keep their places while their numbers change, and are sorted anew once it leaves
+        held, last = list(cells(page, "#lze-prompts")), column(6)
+        wait_for(lambda: column(6) != last)
+        assert list(cells(page, "#lze-prompts")) == held
+        assert page.locator("#lze-prompts tr.lze-changed").count() > 0
+        page.mouse.move(5, 5)
+        wait_for(lambda: list(cells(page, "#lze-prompts")) != held)
+        found = [int(visits) for visits in column(5)]
         assert found == sorted(found)
         page.get_by_role("checkbox", name="Live").uncheck()
 
@@ -298,8 +312,10 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     wait_for(lambda: prompts.text[2] in detail.inner_text())
     completions = run.completions(int(prompts.prompt_id[2]))
     shown = page.locator("#lze-completions")
-    assert shown.locator(".lze-completion pre").all_inner_texts() == completions.completion.tolist()
-    assert str(prompts.prompt_id[2]) in detail.inner_text()
+    ordered = completions.sort_values("reward", ascending=False, kind="stable")
+    once = ordered.drop_duplicates(["completion", "completion_tokens", "reward"]).completion.tolist()
+    assert shown.locator(".lze-completion pre").all_inner_texts() == once
+    assert detail.locator("[data-copy]").get_attribute("data-copy") == str(prompts.prompt_id[2])
     # An earlier visit
     step = run.groups(int(prompts.prompt_id[2])).step.tolist()[-3] + 1
     page.locator("#lze-visit input").click()
@@ -318,7 +334,30 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     page.mouse.up()
     wait_for(lambda: prompts.text[1] in detail.inner_text())
     search(page, "no such prompt anywhere")
-    wait_for(lambda: found.inner_text().strip() == "0 prompts.")
+    wait_for(lambda: found.inner_text().strip() == "No prompt has all of: no such prompt anywhere")
+
+
+def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
+    open_page(page, address)
+    choose(page, "#lze-run", "lze-b")
+    open_tab(page, "Prompts")
+    search(page, "level geometry")
+    found = page.locator("#lze-found")
+    expected = sum(open_run(runs / "lze-b").prompt_counts("geometry").values())
+    wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
+    row(page, "#lze-prompts", 1).click()
+    page.wait_for_selector("#lze-detail pre")
+    text = page.locator("#lze-detail pre").first.inner_text()
+    wait_for(lambda: "prompt=" in page.url)
+    query = urllib.parse.parse_qs(urllib.parse.urlsplit(page.url).query)
+    assert (query["run"], query["tab"], query["search"]) == (["lze-b"], ["Prompts"], ["level geometry"])
+    page.reload()
+    page.wait_for_selector("#lze-detail pre", timeout=60_000)
+    assert page.locator("#lze-detail pre").first.inner_text() == text
+    assert page.locator("#lze-standing h1").inner_text() == "lze-b"
+    wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
+    page.goto(f"{address}?run=nothing&tab=nowhere&prompt=x")  # what there is not, is left out
+    wait_for(lambda: page.locator("#lze-standing h1").inner_text() == "lze-a", seconds=60)
 
 
 def test_runs_are_found_sorted_and_opened(page, address, runs):
@@ -339,7 +378,7 @@ def test_runs_are_found_sorted_and_opened(page, address, runs):
     assert page.locator("#lze-run input").input_value() == "full"
 
 
-def test_runs_are_compared(page, address):
+def test_runs_are_compared(page, address, runs):
     open_page(page, address, "Compare")
     charts = page.locator(".lze-chart.js-plotly-plot:visible")
     wait_for(lambda: titles(page) == [METRICS[name].capitalize() for name in list(METRICS)[:4]])
@@ -349,6 +388,9 @@ def test_runs_are_compared(page, address):
     page.locator("#lze-compared .token", has_text="lze-b").get_by_role("button").click()
     wait_for(lambda: set(shown_lines(charts.nth(1))) == {"lze-a", "full"})
     wait_for(lambda: cells(page, "#lze-differing").get("pruning") == ["refill", "none"])
+    ends = [views.run_row(open_run(runs / name))["cost ×"] for name in ("lze-a", "full")]
+    told = [f"{ends[0]:.3f}", f"{ends[1]:.3f} (+{ends[1] - ends[0]:.3f})"]
+    wait_for(lambda: cells(page, "#lze-final")["cost ×"] == told)
     open_tab(page, "Settings")
     wait_for(lambda: cells(page, "#lze-settings-all").get("pruning") == ["refill", "–", "–"])
 
