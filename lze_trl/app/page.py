@@ -36,7 +36,7 @@ const act = ({target}) => {
   const copied = target.closest("[data-copy]");
   if (copied) return navigator.clipboard?.writeText(copied.dataset.copy);
   const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
-  if (heading) trigger("select", {...heading.dataset});
+  if (heading) { held = false; trigger("select", {...heading.dataset}); }
   else if (row) {
     trigger("click", {...row.dataset});
     if (innerWidth < 700) document.querySelector("#lze-detail")?.scrollIntoView({behavior: "smooth"});
@@ -53,12 +53,14 @@ const draw = () => {
 watch("value", () => requestAnimationFrame(draw));
 draw();
 element.addEventListener("click", act);
-// While the pointer is over a table, its rows keep their places
-element.addEventListener("mouseenter", () => {
-  const rows = [...element.querySelectorAll("tr[data-row]")].map((row) => row.dataset.row);
-  if (rows.length) trigger("focus", {rows});
+// While the pointer is over its rows, they keep their places
+let held = false;
+element.addEventListener("mouseover", ({target}) => {
+  if (held || !target.closest("tr[data-row]")) return;
+  held = true;
+  trigger("focus", {rows: [...element.querySelectorAll("tr[data-row]")].map((row) => row.dataset.row)});
 });
-element.addEventListener("mouseleave", () => trigger("blur", {rows: []}));
+element.addEventListener("mouseleave", () => { held = false; trigger("blur", {rows: []}); });
 element.addEventListener("keydown", (event) => {
   const step = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
   if (event.key === "Enter") act(event);

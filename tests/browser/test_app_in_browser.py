@@ -340,11 +340,12 @@ def test_prompts_are_searched_and_opened(page, address, runs):
 def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
     open_page(page, address)
     choose(page, "#lze-run", "lze-b")
+    wait_for(lambda: page.locator("#lze-standing h1").inner_text() == "lze-b", seconds=60)
     open_tab(page, "Prompts")
     search(page, "level geometry")
     found = page.locator("#lze-found")
     expected = sum(open_run(runs / "lze-b").prompt_counts("geometry").values())
-    wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
+    wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.", seconds=60)
     row(page, "#lze-prompts", 1).click()
     page.wait_for_selector("#lze-detail pre")
     text = page.locator("#lze-detail pre").first.inner_text()
@@ -355,7 +356,7 @@ def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
     page.wait_for_selector("#lze-detail pre", timeout=60_000)
     assert page.locator("#lze-detail pre").first.inner_text() == text
     assert page.locator("#lze-standing h1").inner_text() == "lze-b"
-    wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
+    wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.", seconds=60)
     page.goto(f"{address}?run=nothing&tab=nowhere&prompt=x")  # what there is not, is left out
     wait_for(lambda: page.locator("#lze-standing h1").inner_text() == "lze-a", seconds=60)
 
