@@ -149,7 +149,7 @@ def test_what_failed_is_neither_scored_alone_nor_left_out_of_an_evaluation_silen
 
     def rewards(prompts, completion_ids, **kwargs):
         seen.append(prompts)
-        return [ids[0] / 10 for ids in completion_ids]
+        return [ids[-1] / 10 for ids in completion_ids]
 
     parts = {"controller": InRounds([[2, 2], [2, 2]]), "eval_dataset": data}
     settings = {"reward_funcs": rewards, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "trainer": parts}

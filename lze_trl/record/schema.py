@@ -92,7 +92,8 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
-                return cls(**{own.name: content[own.name] for own in fields(cls) if own.name in content})
+                known = {own.name: content[own.name] for own in fields(cls) if own.name in content}
+                return cls(**known | {"settings": dict(content["settings"])})
         except FileNotFoundError:
             raise MissingTelemetryError(
                 "Nothing has been recorded here yet. A training with `telemetry=True` appears as soon as its first "

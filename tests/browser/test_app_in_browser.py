@@ -295,7 +295,10 @@ def test_prompts_are_searched_and_opened(page, address, runs):
         choose(page, "#lze-state", state)
         wait_for(lambda n=counts[state]: found.inner_text().strip() == f"{n} prompt{'s' * (n != 1)}.")
         wait_for(lambda state=state: {row[0] for row in cells(page, "#lze-prompts").values()} == {state})
-        names, scatter = {f"{state} ({counts[state]})", "E at D = 1, m = 0"}, page.locator("#lze-scatter .js-plotly-plot")
+        names, scatter = (
+            {f"{state} ({counts[state]})", "E at D = 1, m = 0"},
+            page.locator("#lze-scatter .js-plotly-plot"),
+        )
         wait_for(lambda names=names, scatter=scatter: set(shown_lines(scatter)) == names)
     choose(page, "#lze-state", "all")
     search(page, "geometry")
