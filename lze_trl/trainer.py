@@ -607,8 +607,10 @@ class LZEGRPOTrainer(GRPOTrainer):
                 callback.__class__ = NamedSpace
         base = Path(self.model.config._name_or_path or "")
         if hasattr(self.model, "peft_config") and base.is_absolute():
-            words = "`adapter_config.json` is uploaded with the path `%s`. Give a Hub id if it is private."
-            logger.warning(words, base)
+            for adapter in self.model.peft_config.values():  # with which `adapter_config.json` names it
+                adapter.base_model_name_or_path = base.name
+            words = "`adapter_config.json` names the base model `%s`, without its folder. Give a Hub id, by which others find it."
+            logger.warning(words, base.name)
         if self.is_world_process_zero():
             from .hub import keep_private
 

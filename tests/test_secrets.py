@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
@@ -210,3 +213,13 @@ def test_a_configuration_shows_and_pickles_no_secret_and_keeps_its_own(tmp_path)
     for own in (config, copy.copy(config), copy.deepcopy(config)):
         assert own.hub_token == own.model_init_kwargs["token"] == SECRETS["hub_token"]
         assert own.vllm_server_urls == SECRETS["vllm_server_urls"]
+
+
+def test_an_adapter_that_is_pushed_names_its_base_model_without_its_folder(tmp_path, monkeypatch, caplog):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny.save(tmp_path / "base")), LoraConfig(r=2))
+    trainer = tiny.make(tmp_path / "run", trainer={"model": model})
+    monkeypatch.setattr(GRPOTrainer, "init_hf_repo", lambda self: None)
+    trainer.init_hf_repo()
+    trainer.save_model(tmp_path / "run")
+    assert json.loads((tmp_path / "run/adapter_config.json").read_text())["base_model_name_or_path"] == "base"
+    assert "names the base model `base`" in caplog.text
