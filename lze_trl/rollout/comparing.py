@@ -41,11 +41,9 @@ class Comparing:
     ) -> np.ndarray | None:
         """
         Rows that are to be scored alone, shape `(8, W)`, some `of_processes`, of groups with several rows. `None` if a process has no
-        row, or if it is known already: a function has failed for parts of groups. `scores` has shape `(B, F)` and `group` `(B,)`.
+        row with a score, or if it is known already: a function has failed for parts of groups. `scores` has shape `(B, F)` and `group` `(B,)`.
         """
         self._enter([column for column in columns if (scores[:, column] == np.float32(FAILED)).any()])
-        if not all(map(len, of_processes)):
-            return None
         shared, scored = np.bincount(group)[group] > 1, ~np.isnan(scores[:, columns]).all(axis=1)
         picked = []
         for own in of_processes:
