@@ -25,7 +25,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="addition, calculator, words, few_words, skills, count, or all for the first two; default: all",
     )
     parser.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
-    parser.add_argument("--seeds", metavar="SEED", nargs="+", type=int, help="default: 0 1 2")
+    parser.add_argument(
+        "--seeds", metavar="SEED", nargs="*", type=int, help="default: 0 1 2; none, with --tune, to tune alone"
+    )
     parser.add_argument("--steps", type=int, help="optimizer steps of the baseline; default: the task's own")
     parser.add_argument(
         "--stretch",
@@ -41,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         help="grid of --tune; default: 0.5 1 2 times the task's rate",
     )
+    parser.add_argument("--tuning_seeds", metavar="SEED", nargs="+", type=int, help="default: 100 101")
     parser.add_argument("--jobs", type=int, help="runs at the same time; default: 1, which seconds need")
     parser.add_argument(
         "--micro_batch", metavar="ROWS", type=int, help="rows of a micro-batch, for several runs on one GPU"

@@ -13,14 +13,12 @@ from typing import Any
 
 from .sections import Section
 from .settings import BenchError, RunSettings, write_json
-from .strategies import BASELINE, QUICK, STRATEGIES, chosen_strategies
+from .strategies import QUICK, STRATEGIES, chosen_strategies
 from .tasks import TASKS, TaskFiles
 
 
 JOB_FILE, RESULT_FILE, PROGRESS_FILE, LOG_FILE = "job.json", "result.json", "progress.json", "log.txt"
 RUNS_DIR = "runs"
-TUNING_SEEDS = (100, 101)
-"""Seeds of the tuning, apart from those of the comparison."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,7 @@ class Options:
         quick (`bool`): Whether the default of `steps` is the task's small one.
         tune (`bool`): Whether to tune the learning rate of each strategy as well.
         rates (`Sequence[float]`): Grid of the tuning, as multiples of the task's learning rate.
+        tuning_seeds (`Sequence[int]`): Seeds of the tuning, apart from `seeds`, which may be none then.
         jobs (`int`): Runs at the same time.
         micro_batch (`int`, *optional*): Rows of a micro-batch, for several runs on one GPU. Defaults to the task's own.
         float32 (`bool`): Whether to compute in float32 where the task says bfloat16.
@@ -52,6 +51,7 @@ class Options:
     quick: bool = False
     tune: bool = False
     rates: Sequence[float] = (0.5, 1.0, 2.0)
+    tuning_seeds: Sequence[int] = (100, 101)
     jobs: int = 1
     micro_batch: int | None = None
     float32: bool = False
@@ -64,10 +64,12 @@ class Options:
             raise BenchError(f"`--jobs` must be at least 1, got {self.jobs}.")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise BenchError(f"`--micro_batch` must be at least 1, got {self.micro_batch}.")
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+        if not (self.seeds or self.tune) or len(set(self.seeds)) != len(self.seeds):
             raise BenchError(f"`--seeds` must be one or several different numbers, got {list(self.seeds)}.")
-        if self.tune and set(self.seeds) & set(TUNING_SEEDS):
-            raise BenchError(f"`--seeds` must not hold the seeds of the tuning, {list(TUNING_SEEDS)}. Use others.")
+        if self.tune and set(self.seeds) & set(self.tuning_seeds):
+            raise BenchError(
+                f"`--seeds` must not hold the seeds of the tuning, {list(self.tuning_seeds)}. Use others."
+            )
         if self.tune and 1.0 not in self.rates:
             raise BenchError(f"`--rates` must hold 1, the learning rate of the task, got {list(self.rates)}.")
         if self.model is not None and self.task == "all":
@@ -196,7 +198,7 @@ def plan_tuning(options: Options, files: dict[str, TaskFiles]) -> list[Job]:
     return [
         _job(options, task, files[task], strategy, seed, TASKS[task].learning_rate * multiple, held_out="validation")
         for task in files
-        for seed in TUNING_SEEDS
+        for seed in options.tuning_seeds
         for strategy in chosen_strategies(options.strategies)
         for multiple in options.rates
     ]
@@ -255,7 +257,7 @@ def _job(
         seed=seed,
         steps=steps,
         # Rates are compared at equal numbers of steps
-        stretch=1.0 if strategy == BASELINE or held_out == "validation" else options.stretch,
+        stretch=1.0 if STRATEGIES[strategy].trl or held_out == "validation" else options.stretch,
         eval_every=min(definition.eval_every, steps),
         learning_rate=learning_rate,
         threads=1,  # on small matrices, threads that wait for each other cost more than they save

@@ -27,7 +27,7 @@ from .jobs import PROGRESS_FILE, RESULT_FILE
 from .meter import Meter, metered
 from .oracle import Oracle
 from .settings import RunSettings, content_hash, write_json
-from .strategies import BASELINE
+from .strategies import STRATEGIES
 from .tasks import TASKS, TaskFiles, load
 
 
@@ -139,16 +139,16 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
         "report_to": "none",
         "disable_tqdm": True,
     }
-    plain = settings.strategy == BASELINE
+    plain = STRATEGIES[settings.strategy].trl
     # What is not overridden is as published
-    ours = {"strategy": "lze", "summary": False} | shared | settings.overrides
-    share, times, alone = ours.pop("oracle", None), ours.pop("prompts", 1), ours.pop("alone", False)
-    ours |= {name: times * ours[name] for name in ("generation_batch_size", "gradient_accumulation_steps")}
+    own = ({} if plain else {"strategy": "lze", "summary": False}) | shared | settings.overrides
+    share, times, alone = own.pop("oracle", None), own.pop("prompts", 1), own.pop("alone", False)
+    own |= of_prompts(own, times)
     oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
     trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
         reward_funcs=exact_match_reward,
-        args=GRPOConfig(**shared) if plain else LZEGRPOConfig(**ours),
+        args=(GRPOConfig if plain else LZEGRPOConfig)(**own),
         train_dataset=Dataset.from_list(rows),
         **({"controller": oracle} if oracle else {}),
     )
@@ -157,6 +157,17 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     if alone:
         trainer.prompt_state.gate.alone = True
     return trainer
+
+
+def of_prompts(training: dict[str, Any], times: float) -> dict[str, int]:
+    """Batch settings with so many times the prompts in a step, in micro-batches of at most the same size."""
+    rows = round(times * training["generation_batch_size"])
+    passes = max(1, round(times * training["gradient_accumulation_steps"]))
+    return {
+        "generation_batch_size": rows,
+        "gradient_accumulation_steps": passes,
+        "per_device_train_batch_size": rows // passes,
+    }
 
 
 def source() -> str:

@@ -20,11 +20,13 @@ class Strategy:
         title (`str`): What tables and plots call it.
         overrides (`dict`):
             Fields of [`LZEGRPOConfig`]; `oracle`, see [`Oracle`]; `prompts`, how many times as many are in a step as the task says;
-            and `alone`, the gate's rule with vLLM servers, see [`Threshold`]. Plain TRL, which the baseline is, has none.
+            and `alone`, the gate's rule with vLLM servers, see [`Threshold`].
+        trl (`bool`): Whether plain TRL runs it; its overrides are then fields of [`~trl.GRPOConfig`], and `prompts`.
     """
 
     title: str
     overrides: dict[str, Any] = field(default_factory=dict)
+    trl: bool = False
 
 
 def _selecting(selector: str, **overrides: Any) -> dict[str, Any]:
@@ -33,7 +35,12 @@ def _selecting(selector: str, **overrides: Any) -> dict[str, Any]:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    BASELINE: Strategy("GRPO (TRL)"),
+    BASELINE: Strategy("GRPO (TRL)", trl=True),
+    # Plain TRL at other shapes: fewer or more prompts a step, or as many completions of twice as many prompts
+    "grpo_quarter": Strategy("GRPO (TRL), 1/4 of the prompts", {"prompts": 0.25}, trl=True),
+    "grpo_half": Strategy("GRPO (TRL), half the prompts", {"prompts": 0.5}, trl=True),
+    "grpo_double": Strategy("GRPO (TRL), twice the prompts", {"prompts": 2}, trl=True),
+    "grpo_g4": Strategy("GRPO (TRL), G = 4", {"num_generations": 4}, trl=True),
     "all": Strategy("all groups", _selecting("all", selection_ratio=1.0)),
     # The default of the package
     "exact": Strategy("exact: live groups, loss over all rows", _selecting("zero_variance", loss_normalizer="all")),

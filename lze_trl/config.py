@@ -190,6 +190,8 @@ class LZEGRPOConfig(GRPOConfig):
         hub_telemetry_texts (`list[str]`, *optional*):
             What else goes to `hub_telemetry_id` and becomes as public as it is: `prompt`, `completion`, `images`, and columns of
             the training set by name. Defaults to none.
+        report_by (`list[str]`, *optional*):
+            Columns of the training set, such as `source` or `level`, by whose values rewards, dead groups and costs are also told.
         summary (`bool`, *optional*, defaults to `True`):
             Whether the main process shows one readable line at each log and, at the end, a summary and a report of the
             telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
@@ -236,6 +238,7 @@ class LZEGRPOConfig(GRPOConfig):
     telemetry_completions: Literal["none", "sampled", "all"] = "sampled"
     hub_telemetry_id: str | None = None
     hub_telemetry_texts: list[str] | None = None
+    report_by: list[str] | None = None
     summary: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
