@@ -86,6 +86,14 @@ STRATEGIES: dict[str, Strategy] = {
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
     ),
+    # The places of the groups that it stops go to further prompts
+    **{
+        f"gate_{hold}": Strategy(
+            f"gate that holds {what}",
+            _selecting("zero_variance", controller="gate", loss_normalizer="all", controller_kwargs={"hold": hold}),
+        )
+        for hold, what in (("signal", "the signal"), ("completions", "the completions"))
+    },
     # Its groups go on by a threshold from the batches before, as with vLLM servers, instead of by a ranking of the batch
     "gate_alone": Strategy(
         "one-completion gate, each group by itself",

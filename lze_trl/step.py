@@ -213,7 +213,7 @@ class GenerationStep:
             drawn.prompts,
             np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups),
             wanted,
-            self.controller.draws_prompts,
+            self.controller.fills_update,
             partial(self._rng, "selection"),
         )
 

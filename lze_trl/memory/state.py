@@ -198,10 +198,13 @@ class PromptState:
             alive=self.foresight.alive(history, self.group_size),
             pruned=record["pruned"],
         )
+        if not len(prompts):
+            return prompts
+        given_first = prompts.alive_given_first
         if drawn is not None and drawn.num_rows:
-            prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
-        needed = self.gate.needed(prompts) if len(prompts) else 0.0
-        return prompts.with_columns(alive_needed=np.full(len(prompts), needed))
+            given_first = self.gate.given_first(prompts, drawn)
+            prompts = prompts.with_columns(alive_given_first=np.where(drawn.alive, 1.0, given_first))
+        return prompts.with_columns(alive_needed=self.gate.needed(prompts, given_first))
 
     def _records(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Copies of records, shape `(P,)`; zeros for prompts that were never visited."""

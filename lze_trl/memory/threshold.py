@@ -28,34 +28,37 @@ class Threshold:
         self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
 
-    def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """Probability that each whole group will be alive, shape `(P,)`: 1 if it already is, NaN without a completion."""
+    def given_first(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
+        """Probability that each whole group will be alive by its first completion, shape `(P,)`: NaN without one."""
         known = drawn.sizes > 0
         chances = np.full(len(prompts), np.nan)
         if known.any():
             model, offset = self.model.forecasts(*_examples(prompts.take(known), drawn))
             chances[known] = model if self.model.used else offset
-        return np.where(drawn.alive, 1.0, chances)
+        return chances
 
-    def needed(self, prompts: Prompts) -> float:
+    def needed(self, prompts: Prompts, given_first: np.ndarray | None = None) -> np.ndarray:
         """
-        Probability of being alive from which further completions of a group yield more live groups each than elsewhere: its
-        first completion, or the remaining ones once `prompts.alive_given_first` are known.
+        Probability of being alive from which further completions of a group yield more live groups each than elsewhere, shape `(P,)`: its
+        first completion, or the remaining ones once that `given_first` is known (default: `prompts.alive_given_first`).
 
         Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
         live groups, so that all groups continue while none was alive. Where each goes on by itself (`alone`), further ones are worth
         drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
         deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
         """
-        others, forecasts = self.group_size - 1, prompts.alive_given_first
+        given_first = prompts.alive_given_first if given_first is None else given_first
         count, forecast, *recent = self._recent * _kept(prompts, self.RECENT)
-        if not np.isnan(forecasts).all():
-            if not self.alone:
-                return others * best_yield(forecasts[~np.isnan(forecasts)], others, *recent)
-            live, completions = self._yield
-            return others * max(live - live**0.5, 0.0) / max(completions, 1.0)
         mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
-        return needed_to_begin(mean / self.group_size, self.group_size)
+        to_begin = needed_to_begin(mean / self.group_size, self.group_size)
+        others, begun = self.group_size - 1, ~np.isnan(given_first)
+        if not begun.any():
+            return np.full(len(prompts), to_begin)
+        live, completions = self._yield
+        best = max(live - live**0.5, 0.0) / max(completions, 1.0)
+        if not self.alone:
+            best = best_yield(given_first[begun], others, *recent)
+        return np.where(begun, others * best, to_begin)
 
     def see(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
         """

@@ -11,6 +11,7 @@ All completions drawn count in energies and advantages; `keep` says which of the
     prompt c + + + +        + + + +          + + + +     no round is left
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,10 @@ import numpy as np
 import pandas as pd
 
 from ..batch import Batch, Prompts
+
+
+MORE_ROUNDS = 2
+"""Rounds after which a gate asks for no further prompts."""
 
 
 class RolloutController(ABC):
@@ -40,6 +45,11 @@ class RolloutController(ABC):
         """Whether further prompts may be asked for: whether the class defines `more`."""
         return type(self).more is not RolloutController.more
 
+    @property
+    def fills_update(self) -> bool:
+        """Whether further prompts, each with its whole group at once, are drawn until K groups are alive; at most K are then trained on."""
+        return self.draws_prompts
+
     @abstractmethod
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         """
@@ -58,8 +68,9 @@ class RolloutController(ABC):
         For controllers that draw by chance: the probability with which this round draws completions for each group, float of
         shape `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
 
-        In round 0 chance decides which prompts are begun, in a later round which groups are completed (the last such round
-        counts). What chance has drawn represents the others in statistics and forecasts, weighted by 1 / probability.
+        In the round in which a prompt joins, chance decides whether it is begun, in a later one whether its group is completed (the
+        last such round counts; NaN where a round decides nothing of a prompt). What chance has drawn represents the others in
+        statistics and forecasts, weighted by 1 / probability.
         """
         return None
 
@@ -162,19 +173,39 @@ class Gate(RolloutController):
     [`~lze_trl.rollout.payoff.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
     """
 
-    by_group = True
+    by_group, fills_update = True, False
 
     group_size: int  # G
+    num_prompts: int = 0  # P, prompts of the first round
+    hold: Literal["signal", "completions", "nothing"] = "nothing"
     explore: float = 0.05  # probability of completing a group below the threshold
     recheck: float = 0.1  # probability of beginning a prompt below it
     control: float = 0.05  # probability of drawing a group whole, whatever is forecast; 0 for no guard
 
+    @property
+    def draws_prompts(self) -> bool:
+        return self.hold != "nothing"
+
+    def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
+        if draws_whole(prompts) or round > MORE_ROUNDS:
+            return 0
+        planned = self._further(round, prompts, drawn) * np.nan_to_num(self.chances(round, prompts, drawn))
+        spent = drawn.num_rows + planned.sum()  # completions, expected once this round has ended
+        left = int((self.num_prompts * self.group_size - spent) * len(prompts) / spent)  # further prompts, by what these cost
+        if self.hold == "completions" or not left:
+            return max(left, 0)
+        likely = np.where(np.isnan(prompts.alive_given_first), prompts.alive, prompts.alive_given_first)
+        wanted = likely[: self.num_prompts].sum()
+        held = np.where(drawn.sizes == self.group_size, drawn.alive, likely * planned / (self.group_size - 1)).sum()
+        return min(max(left, 0), math.ceil((wanted - held) * len(prompts) / held) if held else left) if wanted > held else 0
+
     def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
-        if round > 1 or (round == 1 and draws_whole(prompts)):
+        age = round - prompts.joined  # rounds since the prompt joined the batch
+        if (age > 1).all() or (round > 0 and draws_whole(prompts)):
             return None
-        likely = (prompts.alive_given_first if round else prompts.alive) >= prompts.alive_needed
-        share = self.explore if round else self.recheck
-        return np.where(likely, 1.0, np.maximum(share, self._control(prompts)))
+        likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
+        share = np.where(age == 1, self.explore, self.recheck)
+        return np.where(age > 1, np.nan, np.where(likely, 1.0, np.maximum(share, self._control(prompts))))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         chances, control = self.chances(round, prompts, drawn), self._control(prompts)
@@ -182,9 +213,12 @@ class Gate(RolloutController):
             return np.zeros(len(prompts), dtype=np.int64)
         others = np.divide(chances - control, 1.0 - control, out=np.ones(len(prompts)), where=control < 1.0)
         drawn_on = (rng.random(len(prompts)) < others) | (prompts.lot < self.control)
-        if round == 0:
-            return np.where(drawn_on, self.group_size if draws_whole(prompts) else 1, 0)
-        return np.where(drawn_on & (drawn.sizes > 0), self.group_size - 1, 0)
+        return np.where(drawn_on, self._further(round, prompts, drawn), 0)
+
+    def _further(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray:
+        """Completions that this round may draw of each prompt: its first one, or those that are missing once it has one."""
+        age, first = round - prompts.joined, self.group_size if draws_whole(prompts) else 1
+        return np.where(age == 0, first, np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0))
 
     def _control(self, prompts: Prompts) -> np.ndarray:
         """Probability that a prompt is drawn whole whatever is forecast, once it has been begun."""

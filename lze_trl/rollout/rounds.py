@@ -45,7 +45,6 @@ class Pending:
     plan: Plan
     generation: int
     rng: np.random.Generator
-    lots: np.ndarray  # a random number of each prompt that was planned
     request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
     step: int = 0  # optimizer steps so far
     ahead: LookAhead | None = None  # to the next round
@@ -55,8 +54,9 @@ class Pending:
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
     evened_out: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))  # surplus completions, tokens
-    # Prompt columns. `given`: completions in round 0; `first`: in the prompt's own first round; `begun` and `finished`: chances,
-    # see `RolloutController.chances`, of round 0 and of a later one
+    # Prompt columns. `joined`: round in which the prompt was first planned; `given`: completions in round 0; `first`: in the prompt's own
+    # first round; `begun` and `finished`: chances, see `RolloutController.chances`, of that round and of a later one
+    joined: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     given: np.ndarray | None = None
     first: np.ndarray | None = None
     begun: np.ndarray | None = None
@@ -64,10 +64,13 @@ class Pending:
 
     def ask(self, counts: np.ndarray, chances: np.ndarray | None):
         """Note what a round asks for, and with which chances."""
-        if self.round == 0:
-            self.begun = chances
-        elif chances is not None:
-            self.finished = chances
+        if chances is not None:
+            new, decided = self.joined == self.round, ~np.isnan(chances)
+            for name, which in (("begun", new & decided), ("finished", ~new & decided)):
+                if which.any():
+                    before = getattr(self, name)
+                    before = np.ones(len(new)) if before is None else _padded(before, len(new), 1.0)
+                    setattr(self, name, np.where(which, chances, before))
         if counts.any():
             self.given = counts if self.given is None else self.given
             first = _padded(counts[:0] if self.first is None else self.first, len(counts), 0)
@@ -93,9 +96,9 @@ class Rounds:
 
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
         """Ask for the first round of a plan."""
-        lots = keyed_rng(self.args.seed, generation, "control").random(plan.num_prompts)
         rng = keyed_rng(self.args.seed, generation, "rollouts")
-        pending = Pending(plan, generation, rng, lots, step=engine.optimizer_step)
+        pending = Pending(plan, generation, rng, step=engine.optimizer_step)
+        pending.joined = np.zeros(plan.num_prompts, dtype=np.int64)
         if self.passes.by_prompt:
             self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
@@ -142,7 +145,7 @@ class Rounds:
         prompts = self.known(pending, drawn)
         counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
         chances = self.controller.chances(pending.round, prompts, drawn)
-        chances = None if chances is None else np.where(counts > 0, chances, 0.0)
+        chances = None if chances is None else np.where((counts > 0) | np.isnan(chances), chances, 0.0)
         if self.comparing.columns:
             counts, chances = self._whole(counts, drawn, engine), None if pending.round else chances
         pending.ask(counts, chances)
@@ -225,7 +228,9 @@ class Rounds:
         """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
         count = drawn.num_groups
         begun = np.ones(count) if pending.begun is None else _padded(pending.begun, count, 1.0)
-        return self.guard.told(self.state.prompts(drawn.prompt_ids, drawn), _padded(pending.lots, count, 1.0), begun)
+        lots = keyed_rng(self.args.seed, pending.generation, "control").random(count)
+        known = self.state.prompts(drawn.prompt_ids, drawn).with_columns(joined=pending.joined)
+        return self.guard.told(known, lots, begun)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch | None:
         """
@@ -339,11 +344,12 @@ class Rounds:
         return batch.with_prompts(weights=weights)
 
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
-        plan, prompts = pending.plan, self.state.prompts(drawn.prompt_ids)
-        further = ask_more(self.controller, pending.round, prompts, drawn, wanted)
+        plan = pending.plan
+        further = ask_more(self.controller, pending.round, self.known(pending, drawn), drawn, wanted)
         if further == 0:
             return plan
         more = self.passes.further(further, plan.rows)
+        pending.joined = _padded(pending.joined, len(plan.rows) + len(more.rows), pending.round)
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
         return replace(plan, rows=rows, skipped=skipped)
 

@@ -115,13 +115,13 @@ def choose_groups(
     groups: Table,
     loss_tokens: np.ndarray,
     k: int,
-    draws_prompts: bool,
+    fills_update: bool,
     make_rng: Callable[[], np.random.Generator],
 ) -> np.ndarray:
     """
     The groups of a generation batch to train on, shape `(P,)`, bool.
 
-    `loss_tokens` counts the tokens of each group that the loss covers. With `draws_prompts`, prompts were drawn until `k`
+    `loss_tokens` counts the tokens of each group that the loss covers. With `fills_update`, prompts were drawn until `k`
     groups were alive: only live groups are chosen, at most `k`. Each generator of `make_rng` has the same numbers.
     """
 
@@ -132,7 +132,7 @@ def choose_groups(
             chosen[places[picked[:at_most]]] = True
         return chosen
 
-    if draws_prompts:
+    if fills_update:
         return among(groups.alive & (loss_tokens > 0), at_most=k)
     chosen = among(np.ones(len(groups), dtype=bool))
     if chosen.sum() == k and not loss_tokens[chosen].all() and not isinstance(selector, AllSelector):
