@@ -176,11 +176,11 @@ class Gate(RolloutController):
     by_group, fills_update = True, False
 
     group_size: int  # G
-    num_prompts: int = 0  # P, prompts of the first round
-    hold: Literal["signal", "completions", "nothing"] = "nothing"
     explore: float = 0.05  # probability of completing a group below the threshold
     recheck: float = 0.1  # probability of beginning a prompt below it
     control: float = 0.05  # probability of drawing a group whole, whatever is forecast; 0 for no guard
+    hold: Literal["signal", "completions", "nothing"] = "nothing"  # what further prompts are drawn for
+    num_prompts: int = 0  # P, prompts of the first round
 
     @property
     def draws_prompts(self) -> bool:
