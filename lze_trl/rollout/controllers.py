@@ -180,6 +180,7 @@ class Gate(RolloutController):
     recheck: float = 0.1  # probability of beginning a prompt below it
     control: float = 0.05  # probability of drawing a group whole, whatever is forecast; 0 for no guard
     hold: Literal["signal", "completions", "nothing"] = "nothing"  # what further prompts are drawn for
+    unbiased: bool = False
     num_prompts: int = 0  # P, prompts of the first round
 
     @property
@@ -195,6 +196,11 @@ class Gate(RolloutController):
         if self.hold == "completions" or not left:
             return max(left, 0)
         likely = np.where(np.isnan(prompts.alive_given_first), prompts.alive, prompts.alive_given_first)
+        if self.unbiased:
+            chances = np.where(planned > 0, planned / (self.group_size - 1), 1.0)
+            first = slice(0, self.num_prompts)
+            ratio = (likely / chances)[first].mean() / likely[first].mean()
+            return min(max(left, 0), max(0, math.ceil(self.num_prompts * ratio) - len(prompts)))
         wanted = likely[: self.num_prompts].sum()
         held = np.where(drawn.sizes == self.group_size, drawn.alive, likely * planned / (self.group_size - 1)).sum()
         return min(max(left, 0), math.ceil((wanted - held) * len(prompts) / held) if held else left) if wanted > held else 0
@@ -205,6 +211,9 @@ class Gate(RolloutController):
             return None
         likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
         share = np.where(age == 1, self.explore, self.recheck)
+        if self.unbiased:
+            by = np.where(age == 1, prompts.alive_given_first, prompts.alive) / prompts.alive_needed
+            share = np.maximum(share, np.sqrt(np.clip(np.nan_to_num(by), 0.0, 1.0)))
         return np.where(age > 1, np.nan, np.where(likely, 1.0, np.maximum(share, self._control(prompts))))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
@@ -214,6 +223,13 @@ class Gate(RolloutController):
         others = np.divide(chances - control, 1.0 - control, out=np.ones(len(prompts)), where=control < 1.0)
         drawn_on = (rng.random(len(prompts)) < others) | (prompts.lot < self.control)
         return np.where(drawn_on, self._further(round, prompts, drawn), 0)
+
+    def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
+        if not self.unbiased or "seen_chance" not in drawn.prompts:
+            return super().keep(drawn, rng)
+        chances = drawn.prompts.seen_chance[drawn.group]
+        weights = np.divide(1.0, chances, out=np.zeros(len(chances)), where=chances > 0)
+        return weights * self.num_prompts / drawn.facts["prompts_planned"]
 
     def _further(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray:
         """Completions that this round may draw of each prompt: its first one, or those that are missing once it has one."""

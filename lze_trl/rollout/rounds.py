@@ -334,6 +334,9 @@ class Rounds:
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
         has_rows = first > 0
         if chances is not None:
+            batch = batch.with_prompts(seen_chance=(begun if begun is not None else 1.0) * (1.0 if finished is None else finished))
+            batch.facts["prompts_planned"] = count
+        if chances is not None:
             batch = batch.with_prompts(chances=chances)
         batch = batch.without_empty_groups()
         first, weights = first[has_rows], weights[has_rows]
