@@ -47,7 +47,7 @@ _COLOURS = (
 
 def colour(strategy: str) -> str:
     """Colour of a strategy, its own: grey is the baseline's."""
-    return _GREY if strategy == BASELINE else _COLOURS[list(STRATEGIES).index(strategy) - 1]
+    return _GREY if strategy == BASELINE else _COLOURS[(list(STRATEGIES).index(strategy) - 1) % len(_COLOURS)]
 
 
 def write_picture(path: Path, title: str, curves: Sequence[Curve]):

@@ -190,7 +190,8 @@ class Gate(RolloutController):
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
         if draws_whole(prompts) or round > MORE_ROUNDS:
             return 0
-        planned = self._further(round, prompts, drawn) * np.nan_to_num(self.chances(round, prompts, drawn))
+        chances = self.chances(round, prompts, drawn)
+        planned = np.zeros(len(prompts)) if chances is None else self._further(round, prompts, drawn) * np.nan_to_num(chances)
         spent = drawn.num_rows + planned.sum()  # completions, expected once this round has ended
         left = int((self.num_prompts * self.group_size - spent) * len(prompts) / spent)  # further prompts, by what these cost
         if self.hold == "completions" or not left:
