@@ -94,13 +94,6 @@ STRATEGIES: dict[str, Strategy] = {
         )
         for hold, what in (("signal", "the signal"), ("completions", "the completions"))
     },
-    **{
-        f"gateu_{hold}": Strategy(
-            f"unbiased gate that holds {hold}",
-            _selecting("zero_variance", controller="gate", loss_normalizer="all", controller_kwargs={"hold": hold, "unbiased": True}),
-        )
-        for hold in ("nothing", "signal", "completions")
-    },
     # Its groups go on by a threshold from the batches before, as with vLLM servers, instead of by a ranking of the batch
     "gate_alone": Strategy(
         "one-completion gate, each group by itself",

@@ -62,7 +62,7 @@ class Prompts(Table):
             the population for a prompt that was never visited.
         pruned (bool): The prompt has had `pruning_streak` solved visits in a row, and was solved ever since.
         alive_given_first (float64, *optional*): Probability that the group under way is alive in the end, given its first
-            completion; 1 if it is alive already. Defaults to NaN: no completion was drawn yet.
+            completion. Defaults to NaN: no completion was drawn yet.
         alive_needed (float64, *optional*): What `alive`, or once completions are drawn `alive_given_first`, has to be at least for the
             next completions to yield more live groups each than others do. Defaults to 0; −∞ as long as
             a gate's guard has every group drawn whole.

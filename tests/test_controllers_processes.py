@@ -27,6 +27,8 @@ UNEVEN = {
     "gate": {"controller_kwargs": {"control": 0.0}},
     "gate of two": {"controller_kwargs": {"control": 0.0}, "num_generations": 6},  # fewer rows than three processes
 }
+for held in ("signal", "completions"):
+    UNEVEN[f"gate holding {held}"] = {"controller_kwargs": {"control": 0.0, "hold": held}, "reward": "half_reward"}
 SMALL = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": 9}
 UNEVEN = {
     name: SETTINGS
@@ -39,6 +41,7 @@ EVEN = [("dynamic", 3), ("gate", 3), ("gate of two", 2)]  # rounds that happen t
 
 SAVED = SETTINGS | {"controller": "dynamic", "selection_ratio": 0.5, "optim": "adamw_torch", "learning_rate": 5e-2}
 SAVED |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+HOLDING = SAVED | {"controller": "gate", "controller_kwargs": {"hold": "completions"}, "reward": "half_reward"}
 LATER = SAVED | {"controller": "uniform", "pruning": "none", "max_steps": 7, "save_steps": 3}  # within the second pass
 GUARDED = SETTINGS | {"controller": "gate", "selector": "zero_variance", "reward": "half_reward", "max_steps": 12}
 # An even number of completions in each round
@@ -66,6 +69,7 @@ def runs(tmp_path_factory):
     launch(directory, 3, run_case, uneven)
     cases |= uneven
     cases |= {"table": TABLE, "whole": SAVED, "resumed": SAVED | {"resume": ["whole", "checkpoint-2"]}}
+    cases |= {"holding": HOLDING, "holding resumed": HOLDING | {"resume": ["holding", "checkpoint-2"]}}
     cases |= {"later": LATER, "later resumed": LATER | {"resume": ["later", "checkpoint-3"]}}
     cases["dead"] = SETTINGS | {"controller": "dynamic", "reward": "no_reward", "beta": 0.05}
     launch(directory, 2, run_case, cases)

@@ -312,8 +312,10 @@ class ChancyTrainer(FixedTrainer):
         return [8] if self.digest(prompt, place)[0] < 256 * rate else [9] * 5
 
 
-def test_what_is_logged_is_what_uniform_sampling_sees(tmp_path):
+@pytest.mark.parametrize("hold", ["nothing", "signal", "completions"])
+def test_what_is_logged_is_what_uniform_sampling_sees(tmp_path, hold):
     settings = {"selector": "zero_variance", "pruning": "none", "scale_rewards": "none", "max_steps": 170}
+    settings["controller_kwargs"] = {"hold": hold}
     trainer = run(tmp_path, cls=ChancyTrainer, learning_rate=0.0, controller="gate", **settings)
     rates = np.array(list(RATES.values()))
     dead = (rates**4 + (1.0 - rates) ** 4).mean()
@@ -324,6 +326,28 @@ def test_what_is_logged_is_what_uniform_sampling_sees(tmp_path):
         assert np.mean(history(trainer, name)) == pytest.approx(value, abs=tolerance), name
     stds = history(trainer, "reward_std")
     assert np.nanmean(stds) == pytest.approx(np.sqrt(rates.mean() * (1.0 - rates.mean())), abs=0.12)
+
+
+def test_the_places_of_stopped_groups_go_to_further_prompts(tmp_path):
+    settings = {"selector": "zero_variance", "pruning": "none", "max_steps": 120, "learning_rate": 0.0}
+    trainers = {
+        hold: run(tmp_path / hold, cls=ChancyTrainer, controller="gate", controller_kwargs={"hold": hold}, **settings)
+        for hold in ("nothing", "signal", "completions")
+    }
+    rates = np.array(list(RATES.values()))
+    alive = 1.0 - (rates**4 + (1.0 - rates) ** 4).mean()
+    drawn, live = {}, {}
+    for hold, trainer in trainers.items():
+        batches = [trainer.rounds_of(generation) for generation in range(40, 120)]  # it has learned by then
+        drawn[hold] = np.mean([sum(len(entry["rows"]) for entry in rounds) for rounds in batches])
+        live[hold] = sum(len(batch["chosen"]) for batch in trainer.batches if batch["generation"] >= 40) / 80
+        for rounds in batches:
+            prompts = Counter(prompt for entry in rounds for prompt, _ in entry["rows"])
+            assert max(prompts.values(), default=0) <= 4 and len(rounds) <= 3  # none comes twice into a batch
+    assert drawn["nothing"] < drawn["signal"] < drawn["completions"]
+    assert live["nothing"] < live["signal"] < live["completions"]
+    assert live["signal"] >= 0.9 * 6 * alive  # at least as many as uniform sampling would have given
+    assert drawn["completions"] == pytest.approx(24, rel=0.1)  # as many as uniform sampling draws
 
 
 # ---- GRESO ----

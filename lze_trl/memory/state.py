@@ -200,11 +200,9 @@ class PromptState:
         )
         if not len(prompts):
             return prompts
-        given_first = prompts.alive_given_first
         if drawn is not None and drawn.num_rows:
-            given_first = self.gate.given_first(prompts, drawn)
-            prompts = prompts.with_columns(alive_given_first=np.where(drawn.alive, 1.0, given_first))
-        return prompts.with_columns(alive_needed=self.gate.needed(prompts, given_first))
+            prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
+        return prompts.with_columns(alive_needed=self.gate.needed(prompts))
 
     def _records(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Copies of records, shape `(P,)`; zeros for prompts that were never visited."""

@@ -28,8 +28,8 @@ class Threshold:
         self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
 
-    def given_first(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """Probability that each whole group will be alive by its first completion, shape `(P,)`: NaN without one."""
+    def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
+        """Probability that each whole group will be alive, by its first completion, shape `(P,)`; NaN without one."""
         known = drawn.sizes > 0
         chances = np.full(len(prompts), np.nan)
         if known.any():
@@ -37,17 +37,17 @@ class Threshold:
             chances[known] = model if self.model.used else offset
         return chances
 
-    def needed(self, prompts: Prompts, given_first: np.ndarray | None = None) -> np.ndarray:
+    def needed(self, prompts: Prompts) -> np.ndarray:
         """
         Probability of being alive from which further completions of a group yield more live groups each than elsewhere, shape `(P,)`: its
-        first completion, or the remaining ones once that `given_first` is known (default: `prompts.alive_given_first`).
+        first completion, or the remaining ones once `prompts.alive_given_first` is known.
 
         Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
         live groups, so that all groups continue while none was alive. Where each goes on by itself (`alone`), further ones are worth
         drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
         deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
         """
-        given_first = prompts.alive_given_first if given_first is None else given_first
+        given_first = prompts.alive_given_first
         count, forecast, *recent = self._recent * _kept(prompts, self.RECENT)
         mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
         to_begin = needed_to_begin(mean / self.group_size, self.group_size)

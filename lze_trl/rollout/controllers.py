@@ -11,7 +11,6 @@ All completions drawn count in energies and advantages; `keep` says which of the
     prompt c + + + +        + + + +          + + + +     no round is left
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,10 +19,6 @@ import numpy as np
 import pandas as pd
 
 from ..batch import Batch, Prompts
-
-
-MORE_ROUNDS = 2
-"""Rounds after which a gate asks for no further prompts."""
 
 
 class RolloutController(ABC):
@@ -180,7 +175,6 @@ class Gate(RolloutController):
     recheck: float = 0.1  # probability of beginning a prompt below it
     control: float = 0.05  # probability of drawing a group whole, whatever is forecast; 0 for no guard
     hold: Literal["signal", "completions", "nothing"] = "nothing"  # what further prompts are drawn for
-    unbiased: bool = False
     num_prompts: int = 0  # P, prompts of the first round
 
     @property
@@ -188,23 +182,18 @@ class Gate(RolloutController):
         return self.hold != "nothing"
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        if draws_whole(prompts) or round > MORE_ROUNDS:
+        if round > 1 or draws_whole(prompts):
             return 0
-        chances = self.chances(round, prompts, drawn)
-        planned = np.zeros(len(prompts)) if chances is None else self._further(round, prompts, drawn) * np.nan_to_num(chances)
-        spent = drawn.num_rows + planned.sum()  # completions, expected once this round has ended
-        left = int((self.num_prompts * self.group_size - spent) * len(prompts) / spent)  # further prompts, by what these cost
-        if self.hold == "completions" or not left:
-            return max(left, 0)
-        likely = np.where(np.isnan(prompts.alive_given_first), prompts.alive, prompts.alive_given_first)
-        if self.unbiased:
-            chances = np.where(planned > 0, planned / (self.group_size - 1), 1.0)
-            first = slice(0, self.num_prompts)
-            ratio = (likely / chances)[first].mean() / likely[first].mean()
-            return min(max(left, 0), max(0, math.ceil(self.num_prompts * ratio) - len(prompts)))
-        wanted = likely[: self.num_prompts].sum()
-        held = np.where(drawn.sizes == self.group_size, drawn.alive, likely * planned / (self.group_size - 1)).sum()
-        return min(max(left, 0), math.ceil((wanted - held) * len(prompts) / held) if held else left) if wanted > held else 0
+        # All by what is expected once this round has ended: luck in this batch changes nothing
+        completed = np.where(drawn.sizes > 0, np.nan_to_num(self.chances(round, prompts, drawn)), 0.0)
+        spent = drawn.num_rows + (self.group_size - 1) * completed.sum()
+        each = spent / len(prompts)
+        further = (self.num_prompts * self.group_size - spent) / each if each else 0.0
+        if self.hold == "signal":
+            likely = np.where(drawn.sizes > 0, prompts.alive_given_first, prompts.alive)
+            held = (likely * completed).sum()
+            further = min(further, (likely.sum() - held) / (held / len(prompts))) if held else 0.0
+        return int(further)
 
     def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         age = round - prompts.joined  # rounds since the prompt joined the batch
@@ -212,9 +201,6 @@ class Gate(RolloutController):
             return None
         likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
         share = np.where(age == 1, self.explore, self.recheck)
-        if self.unbiased:
-            by = np.where(age == 1, prompts.alive_given_first, prompts.alive) / prompts.alive_needed
-            share = np.maximum(share, np.sqrt(np.clip(np.nan_to_num(by), 0.0, 1.0)))
         return np.where(age > 1, np.nan, np.where(likely, 1.0, np.maximum(share, self._control(prompts))))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
@@ -224,13 +210,6 @@ class Gate(RolloutController):
         others = np.divide(chances - control, 1.0 - control, out=np.ones(len(prompts)), where=control < 1.0)
         drawn_on = (rng.random(len(prompts)) < others) | (prompts.lot < self.control)
         return np.where(drawn_on, self._further(round, prompts, drawn), 0)
-
-    def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
-        if not self.unbiased or "seen_chance" not in drawn.prompts:
-            return super().keep(drawn, rng)
-        chances = drawn.prompts.seen_chance[drawn.group]
-        weights = np.divide(1.0, chances, out=np.zeros(len(chances)), where=chances > 0)
-        return weights * self.num_prompts / drawn.facts["prompts_planned"]
 
     def _further(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray:
         """Completions that this round may draw of each prompt: its first one, or those that are missing once it has one."""

@@ -324,7 +324,8 @@ class Rounds:
         if isinstance(self.controller, Gate) and begun is not None:
             seen = gated(self.controller, self.state, batch, begun, finished)
             self.guard.see(batch, *seen, self.controller.group_size)
-        none = batch.prompt_ids[first == 0]
+        planned = pending.joined == 0  # how many join later depends on what was drawn
+        none = batch.prompt_ids[planned & (first == 0)]
         live = None
         if finished is not None:
             live = np.zeros(count)
@@ -333,9 +334,6 @@ class Rounds:
         sample = uniform_sample(batch, given, live, *known)
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
         has_rows = first > 0
-        if chances is not None:
-            batch = batch.with_prompts(seen_chance=(begun if begun is not None else 1.0) * (1.0 if finished is None else finished))
-            batch.facts["prompts_planned"] = count
         if chances is not None:
             batch = batch.with_prompts(chances=chances)
         batch = batch.without_empty_groups()
