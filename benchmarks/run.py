@@ -106,7 +106,7 @@ class Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         step, last = state.global_step, state.global_step >= self.settings.max_steps
-        if not last and step % self.settings.eval_every:
+        if not last and step % self.settings.eval_every and step != self.settings.steps:
             return
         control.should_training_stop = last or (
             step >= self.settings.steps and has_spent_the_budget(self.trainer.meter, self.cost, self.settings)

@@ -39,6 +39,7 @@ STRATEGIES: dict[str, Strategy] = {
     # Plain TRL at other shapes: fewer or more prompts a step, or as many completions of twice as many prompts
     "grpo_quarter": Strategy("GRPO (TRL), 1/4 of the prompts", {"prompts": 0.25}, trl=True),
     "grpo_half": Strategy("GRPO (TRL), half the prompts", {"prompts": 0.5}, trl=True),
+    "grpo_three_quarters": Strategy("GRPO (TRL), 3/4 of the prompts", {"prompts": 0.75}, trl=True),
     "grpo_double": Strategy("GRPO (TRL), twice the prompts", {"prompts": 2}, trl=True),
     "grpo_g4": Strategy("GRPO (TRL), G = 4", {"num_generations": 4}, trl=True),
     "all": Strategy("all groups", _selecting("all", selection_ratio=1.0)),

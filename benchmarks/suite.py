@@ -18,7 +18,7 @@ from .plots import write_picture
 from .sections import Result, Section, sort_results
 from .settings import BenchError, write_text
 from .skills import MIXES, make
-from .tables import section_text, short_table
+from .tables import Names, section_text, short_table, tuning_table
 from .tasks import TaskFiles, chosen_tasks, locate
 
 
@@ -263,10 +263,12 @@ def report(output: Path, console: Console | None = None) -> list[Section]:
         )
     texts = ["# Benchmark"]
     for section in sections:
-        picture = f"{section.name}.png"
-        write_picture(output / picture, section.title, section.curves())
-        texts.append(section_text(section, [picture]))
-        console.print(Markdown(f"**{section.title}**\n\n{short_table(section.curves())}"))
+        pictures = [f"{section.name}.png"] if section.main else []
+        for picture in pictures:
+            write_picture(output / picture, section.title, section.curves())
+        texts.append(section_text(section, pictures))
+        shown = short_table(section) if section.main else tuning_table(section, Names(section.results))
+        console.print(Markdown(f"**{section.title}**\n\n{shown}"))
     texts += [f"{len(group)} run(s) left out: {reason}." for reason, group in left_out.items()]
     write_text(output / TABLES_FILE, "\n\n".join(texts))
     write_text(output / RESULTS_FILE, "\n".join(json.dumps(result) for result in results))

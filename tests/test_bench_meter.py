@@ -11,7 +11,7 @@ import tiny
 from bench_samples import settings, task_files
 from benchmarks import run as bench_run
 from benchmarks.evaluation import Evaluation
-from benchmarks.strategies import BASELINE, NOT_SETTINGS, STRATEGIES
+from benchmarks.strategies import NOT_SETTINGS, STRATEGIES
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.record import open_run
 
@@ -99,7 +99,7 @@ def test_plain_trl_by_hand(files, tmp_path):
     assert "host" not in str(result["machine"]) and str(tmp_path) not in json.dumps(result)
 
 
-OURS = [name for name in STRATEGIES if name != BASELINE]
+OURS = [name for name, strategy in STRATEGIES.items() if not strategy.trl]
 
 
 @pytest.mark.parametrize(
