@@ -19,7 +19,7 @@ from .sections import Result, Section, sort_results
 from .settings import BenchError, write_text
 from .skills import MIXES, make
 from .tables import Names, section_text, short_table, tuning_table
-from .tasks import TaskFiles, chosen_tasks, locate
+from .tasks import OF_ADDITION, TaskFiles, chosen_tasks, locate
 
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _files(options: Options, console: Console) -> tuple[dict[str, TaskFiles], li
 def ready(task: str, options: Options, console: Console) -> TaskFiles:
     """Files of a task; the warm start of the addition task is made here."""
     files = locate(task, options.model, options.data)
-    if task == "addition" and options.model is None:
+    if task in OF_ADDITION and options.model is None:
         from .addition import prepare
 
         if not files.model.is_dir():
