@@ -171,21 +171,14 @@ class _Metered:
         return result
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        *args: Any,
-        **kwargs: Any,
+        self, model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, *args: Any, **kwargs: Any
     ):
         compute = super()._get_per_token_logps_and_entropies
         if torch.is_grad_enabled():  # in the loss
-            return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
-        real = attention_mask[:, -logits_to_keep:].any(dim=1)  # as in the loss
-        self.meter.tokens["logprob"] += int(attention_mask[real].sum())
+            return compute(model, input_ids, attention_mask, *args, **kwargs)
+        self.meter.tokens["logprob"] += int(attention_mask.sum())
         with self.meter.clock.within("logprob"):
-            return compute(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+            return compute(model, input_ids, attention_mask, *args, **kwargs)
 
 
 class _StepEnd(TrainerCallback):

@@ -1,11 +1,15 @@
 """Made-up settings and files for the tests of the benchmark."""
 
+import json
 from pathlib import Path
 
 import tiny
 from benchmarks.settings import RunSettings
 from benchmarks.strategies import STRATEGIES
 from benchmarks.tasks import TASKS, TaskFiles
+
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def settings(strategy: str = "grpo", seed: int = 0, **changes) -> RunSettings:
@@ -26,41 +30,19 @@ def task_files(folder: Path, train=range(7), held_out=range(20, 31)) -> TaskFile
     return files
 
 
-def result(
-    strategy: str, seed: int, accuracies, rows=256, live=20, source="aaa", date="2026-01-01", every=10, **changes
-) -> dict:
-    """A result with an accuracy at each evaluation, and as many completions and live groups in each of its steps."""
+def result(strategy, seed, accuracies, rows=256, every=10, source="aaa", date="2026-01-01", **changes) -> dict:
+    """A kept result with other settings, an accuracy at each evaluation, and so many completions in each of its steps."""
+    kept = json.loads((RESULTS / "addition" / "results.jsonl").read_text().partition("\n")[0])
     own = settings(strategy, seed, **{"eval_every": every, "steps": every * (len(accuracies) - 1), **changes})
-    points = [
-        {
+    kept |= {"key": own.key, "settings": vars(own), "curve": [], "source": source, "date": date}
+    kept["machine"] |= {"at_once": 1}
+    for i, accuracy in enumerate(accuracies):
+        flops = {"rollout": 25.0 * i, "logprob": 0.0, "update": 75.0 * i * rows / 256}
+        point = {
             "step": i * every,
-            "accuracy": {name: {"mean": accuracy} for name in ("held_out", "train")},
-            "flops": {
-                "rollout": 25.0 * i,
-                "logprob": 0.0,
-                "update": rows / 256 * 75.0 * i,
-                "total": (25.0 + rows / 256 * 75.0) * i,
-            },
-            "seconds": {"rollout": 1.0 * i, "total": 4.0 * i},
+            "flops": flops | {"total": sum(flops.values())},
             "rows_rolled_out": rows * every * i,
-            "live_groups": live * every * i,
         }
-        for i, accuracy in enumerate(accuracies)
-    ]
-    libraries = dict.fromkeys(("lze-trl", "trl", "transformers", "torch"), "1.0")
-    machine = {"cpu": "Abacus 5", "cores": 2, "threads": 1, "at_once": 1}
-    rest = {
-        "parameters": 10**6,
-        "prompts": {"trained on": 512, "held_out": 192, "train": 256},
-        "checks": [],
-        "wall_seconds": 9.0,
-    }
-    return {
-        "key": own.key,
-        "settings": vars(own),
-        "curve": points,
-        "versions": libraries,
-        "machine": machine,
-        "source": source,
-        "date": date,
-    } | rest
+        point["accuracy"] = {name: {"mean": accuracy} for name in ("held_out", "train")}
+        kept["curve"].append(point | {"seconds": {"rollout": 1.0 * i, "total": 4.0 * i}})
+    return kept
