@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--task",
         metavar="TASK",
-        help="addition, calculator, words, few_words, skills, count, or all for the first two; default: all",
+        help="addition, calculator, few_sums, words, few_words, skills, count, or all for the first two; default: all",
     )
     parser.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
     parser.add_argument(
@@ -49,9 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--micro_batch", metavar="ROWS", type=int, help="rows of a micro-batch, for several runs on one GPU"
     )
     parser.add_argument(
-        "--float32",
+        "--bfloat16",
         action="store_true",
-        help="compute in float32, where the task says bfloat16: faster on a CPU without AMX",
+        help="compute in bfloat16 instead of float32: faster on a GPU, or a CPU with AMX",
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/bench")
     parser.add_argument("--model", metavar="DIR", help="warm start to use instead of the task's own")

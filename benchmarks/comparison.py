@@ -1,22 +1,31 @@
-"""Comparing runs with the baseline: what a method costs to reach the same accuracy, and how accurate it is at the same cost.
+"""
+Comparing runs with plain GRPO: how accurate a strategy is, and what it has cost, after as many steps or as many completions; and what
+it costs to reach plain GRPO's accuracy.
 
-Three rules hold for every run, the baseline's included. A curve is smoothed by the mean of its last three evaluations. The
-target is the smoothed accuracy at the end of the baseline of the same seed. The cost to reach it is that of the first
-crossing, interpolated between two evaluations.
+A run is paired with the one of plain GRPO of the same seed. Curves are smoothed by the mean of the last evaluations, see [`window`].
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from .settings import RunSettings
+from .strategies import STRATEGIES
+
 
 WINDOW = 3
-"""Evaluations that a smoothed accuracy is the mean of."""
-COSTS = ("flops", "tokens", "seconds")
-"""What this machine has spent: a cost to target is counted in one of these, in `rollouts`, in `updates`, or in a price."""
+"""Evaluations that a smoothed accuracy is the mean of, at most."""
+COSTS = {
+    "completions": "completions ×",
+    "flops": "FLOPs ×",
+    "rollouts": "FLOPs of rollouts ×",
+    "updates": "FLOPs of updates ×",
+    "seconds": "seconds ×",
+}
+"""What a run has spent, and how tables call it relative to the baseline."""
 GENERATION_SHARES = (0.7, 0.25, 0.5, 0.9)
 """Shares of generation in a step of the baseline at which a price is given; the first one leads."""
 PRICES = {f"price_{100 * share:.0f}": {"rollouts": share, "updates": 1.0 - share} for share in GENERATION_SHARES}
@@ -25,11 +34,11 @@ Weights of what a price is made of: cost × = g · rollouts × + (1 − g) · up
 baseline's time. `rollouts` are FLOPs of generation, `updates` those of log-probs, forward and backward; each is relative to the
 baseline's own.
 """
-PHASES = ("rollout", "logprob", "update")
 ROUNDING = 1e-5
 """Accuracy that a run may lack of a target: runs that are alike but for the order of their sums differ by less."""
 DRAWS = 2_000
 """Draws of a bootstrap."""
+_FORGOTTEN = 0.5  # of its best accuracy that a prompt has lost
 
 
 @dataclass(frozen=True)
@@ -40,29 +49,40 @@ class Curve:
     Attributes:
         strategy (`str`): Name of the strategy.
         seed (`int`): Seed.
-        accuracy (`np.ndarray` of shape `(N,)`): Smoothed accuracy.
-        costs (`dict[str, np.ndarray]`): Totals so far: `steps`, `flops`, `rollouts` and `updates` (FLOPs of each), `tokens`,
-            `update_tokens`, `completions` rolled out, `live_groups` among them (NaN where not counted), `seconds`.
-        shares (`dict[str, dict[str, float]]`): Share of rollout, log-probs and update in the `flops` and `seconds` of the run.
-        processor (`str`): What it was made on, with the number of runs that shared a GPU: seconds of different ones are not compared.
+        accuracy (`np.ndarray` of shape `(N,)`): Smoothed accuracy on held-out prompts.
+        costs (`dict[str, np.ndarray]`): Totals so far: `steps`, `flops`, `rollouts` and `updates` (FLOPs of each), `completions`
+            rolled out, `live_groups` among them (NaN where not counted), `seconds`.
+        processor (`str`, *optional*): What it was made on, if nothing else ran there: other seconds are not compared.
+        shape (`tuple[int, int]`): Prompts of a step, and completions of each.
+        rate (`float`): Learning rate.
+        trained (`np.ndarray` of shape `(N,)`): Smoothed accuracy on prompts that are trained on.
+        forgotten (`np.ndarray` of shape `(N,)`): Share of these prompts that have lost half a point of their best accuracy (1 is all);
+            NaN where single prompts were not recorded.
     """
 
     strategy: str
     seed: int
     accuracy: np.ndarray
     costs: dict[str, np.ndarray]
-    shares: dict[str, dict[str, float]]
-    processor: str
+    processor: str | None = None
+    shape: tuple[int, int] = (0, 0)
+    rate: float = 0.0
+    trained: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    forgotten: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
     def final(self) -> float:
         """Smoothed accuracy at the end."""
         return float(self.accuracy[-1])
 
-    @property
-    def completions_per_live_group(self) -> float:
-        """Completions rolled out for each group with different rewards; NaN where live groups were not counted."""
-        return float(self.costs["completions"][-1] / self.costs["live_groups"][-1])
+    def at(self, control: str, amount: float) -> dict[str, float]:
+        """Costs, `accuracy`, `trained` and `forgotten` where so much of a cost was spent, interpolated between two evaluations."""
+        values = {**self.costs, "accuracy": self.accuracy, "trained": self.trained, "forgotten": self.forgotten}
+        return {
+            name: float(np.interp(amount, self.costs[control], series))
+            for name, series in values.items()
+            if len(series)
+        }
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
@@ -70,21 +90,36 @@ def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
     return np.array([np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))])
 
 
+def window(steps: int, every: int) -> int:
+    """Evaluations to smooth over: `WINDOW`, or those of the last sixth of the steps where that is fewer."""
+    return min(WINDOW, 1 + steps // (6 * every))
+
+
 def processor(machine: dict[str, Any]) -> str:
     """The GPU of a machine, if it has one, and its processor."""
     return ", ".join(machine[name] for name in ("gpu", "cpu") if name in machine)
 
 
-def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
+def shape(settings: RunSettings) -> tuple[int, int]:
+    """Prompts of a step, and completions of each."""
+    training, own = settings.training, settings.overrides
+    size = own.get("num_generations", training["num_generations"])
+    rows = own.get("generation_batch_size", training["generation_batch_size"])
+    return round(own.get("prompts", 1) * rows) // size, size
+
+
+def read_curve(result: dict[str, Any], every: int = 1) -> Curve:
     """
     Curve of a result file.
 
     Args:
         result (`dict`): Content of a `result.json`.
-        accuracy (`str`): Evaluation set: `"held_out"` or `"train"`.
+        every (`int`, *optional*, defaults to `1`): Steps between evaluations; others are left out, except for those at the end.
     """
-    points, machine = result["curve"], result["machine"]
-    shared = f", shared by {machine.get('at_once', 1)}" if "gpu" in machine else ""
+    settings, machine = RunSettings.from_dict(result["settings"]), result["machine"]
+    ends = (settings.steps, result["curve"][-1]["step"])
+    points = [point for point in result["curve"] if point["step"] % every == 0 or point["step"] in ends]
+    over = window(settings.steps, max(every, settings.eval_every))
     costs = {
         "steps": [point["step"] for point in points],
         "flops": [point["flops"]["total"] for point in points],
@@ -92,21 +127,29 @@ def read_curve(result: dict[str, Any], accuracy: str) -> Curve:
         "updates": [point["flops"]["logprob"] + point["flops"]["update"] for point in points],
         "completions": [point["rows_rolled_out"] for point in points],
         "live_groups": [point.get("live_groups", math.nan) for point in points],
-        "tokens": [sum(point[f"{phase}_tokens"] for phase in PHASES) for point in points],
-        "update_tokens": [point["update_tokens"] for point in points],
         "seconds": [point["seconds"]["total"] for point in points],
     }
-    last = points[-1]
+    held_out, trained = ([point["accuracy"][name] for point in points] for name in ("held_out", "train"))
+    prompts = [each.get("prompts", [math.nan]) for each in trained]
+    lost = np.maximum.accumulate(prompts, axis=0) - prompts
     return Curve(
-        strategy=result["settings"]["strategy"],
-        seed=result["settings"]["seed"],
-        accuracy=smooth([point["accuracy"][accuracy]["mean"] for point in points]),
+        strategy=settings.strategy,
+        seed=settings.seed,
+        accuracy=smooth([each["mean"] for each in held_out], over),
         costs={name: np.array(values, dtype=np.float64) for name, values in costs.items()},
-        shares={
-            cost: {phase: last[cost][phase] / last[cost]["total"] for phase in PHASES} for cost in ("flops", "seconds")
-        },
-        processor=processor(machine) + shared,
+        processor=processor(machine) if _alone(result) else None,
+        shape=shape(settings),
+        rate=settings.learning_rate,
+        trained=smooth([each["mean"] for each in trained], over),
+        forgotten=np.where(np.isnan(lost).any(axis=1), np.nan, (lost > _FORGOTTEN).mean(axis=1)),
     )
+
+
+def _alone(result: dict[str, Any]) -> bool:
+    """Whether nothing else used the processor of a run, as far as is known."""
+    machine = result["machine"]
+    busy = "gpu" not in machine and result.get("cpu_seconds", math.inf) < 0.9 * result["wall_seconds"]
+    return machine.get("at_once") == 1 and "beside other work" not in machine["cpu"] and not busy
 
 
 def reaches(accuracy: np.ndarray, target: float) -> np.ndarray:
@@ -127,39 +170,13 @@ def first_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> fl
         `float | None`: Interpolated between the evaluation that reaches it and the one before. `None` if none does.
     """
     reached = np.flatnonzero(reaches(accuracy, target))
-    return None if len(reached) == 0 else _cost_at(costs, accuracy, target, int(reached[0]))
-
-
-def lasting_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> float | None:
-    """
-    Cost after which a curve never falls below a target again, as far as it goes.
-
-    Args:
-        costs (`np.ndarray` of shape `(N,)`): Cost at each evaluation, ascending.
-        accuracy (`np.ndarray` of shape `(N,)`): Accuracy at each evaluation.
-        target (`float`): Accuracy to keep, as [`reaches`] says.
-
-    Returns:
-        `float | None`: Interpolated as in [`first_crossing`]. `None` if the curve ends below the target.
-    """
-    below = np.flatnonzero(~reaches(accuracy, target))
-    after = 0 if len(below) == 0 else int(below[-1]) + 1
-    return None if after == len(accuracy) else _cost_at(costs, accuracy, target, after)
-
-
-def _cost_at(costs: np.ndarray, accuracy: np.ndarray, target: float, after: int) -> float:
-    """Cost at the target, which a curve reaches at evaluation `after`, and not yet at the one before."""
-    if after == 0:
-        return float(costs[0])
-    before = after - 1
-    if target >= accuracy[after]:
+    if len(reached) == 0:
+        return None
+    after = int(reached[0])
+    if after == 0 or target >= accuracy[after]:
         return float(costs[after])
-    way = (target - accuracy[before]) / (accuracy[after] - accuracy[before])
-    return float(costs[before] + way * (costs[after] - costs[before]))
-
-
-Crossing = Callable[[np.ndarray, np.ndarray, float], float | None]
-"""[`first_crossing`] or [`lasting_crossing`]."""
+    way = (target - accuracy[after - 1]) / (accuracy[after] - accuracy[after - 1])
+    return float(costs[after - 1] + way * (costs[after] - costs[after - 1]))
 
 
 @dataclass(frozen=True)
@@ -217,9 +234,14 @@ def pairs(curves: Sequence[Curve], strategy: str, baseline: str) -> Pairs:
     return [(curve, bases[curve.seed]) for curve in own if curve.seed in bases]
 
 
+def plain_of(curves: Sequence[Curve], own: tuple[int, int]) -> str | None:
+    """The strategy that is plain TRL with so many prompts and completions, if it was run."""
+    return next((c.strategy for c in curves if c.shape == own and STRATEGIES[c.strategy].trl), None)
+
+
 def on_one_processor(runs: Pairs) -> Pairs:
-    """Those of which both were made on the same processor."""
-    return [(run, base) for run, base in runs if run.processor == base.processor]
+    """Those of which both had the same processor for themselves."""
+    return [(run, base) for run, base in runs if run.processor is not None and run.processor == base.processor]
 
 
 def exchanged(curves: Sequence[Curve], baseline: str) -> Pairs:
@@ -228,15 +250,13 @@ def exchanged(curves: Sequence[Curve], baseline: str) -> Pairs:
     return [(run, other) for run in own for other in own if run is not other]
 
 
-def cost_to_target(runs: Pairs, cost: str, whole: bool = False) -> Spread | None:
+def cost_to_target(runs: Pairs, cost: str) -> Spread | None:
     """
-    Cost to reach the baseline's final accuracy, relative to the baseline.
+    Cost to reach the baseline's final accuracy, relative to what the baseline had spent when it first reached it.
 
     Args:
         runs (`Pairs`): Runs of a strategy.
-        cost (`str`): One of `COSTS` or `PRICES`, `"rollouts"` or `"updates"`.
-        whole (`bool`, *optional*, defaults to `False`):
-            Relative to the cost of the whole baseline run, instead of its cost at its own first crossing.
+        cost (`str`): One of `COSTS` or `PRICES`.
 
     Returns:
         `Spread | None`: `None` if a baseline was at its final accuracy from the start: there is nothing to compare with.
@@ -244,10 +264,7 @@ def cost_to_target(runs: Pairs, cost: str, whole: bool = False) -> Spread | None
     if any(reaches(base.accuracy, base.final)[0] for _, base in runs):
         return None
     return Spread(
-        tuple(
-            sum(weight * _ratio(run, base, part, whole) for part, weight in _weights(cost).items())
-            for run, base in runs
-        )
+        tuple(sum(weight * _ratio(run, base, part) for part, weight in _weights(cost).items()) for run, base in runs)
     )
 
 
@@ -256,10 +273,9 @@ def _weights(cost: str) -> dict[str, float]:
     return PRICES.get(cost, {cost: 1.0})
 
 
-def _ratio(run: Curve, base: Curve, cost: str, whole: bool) -> float:
+def _ratio(run: Curve, base: Curve, cost: str) -> float:
     own = first_crossing(run.costs[cost], run.accuracy, base.final)
-    reference = base.costs[cost][-1] if whole else first_crossing(base.costs[cost], base.accuracy, base.final)
-    return math.inf if own is None else own / reference
+    return math.inf if own is None else own / first_crossing(base.costs[cost], base.accuracy, base.final)
 
 
 def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
@@ -273,7 +289,7 @@ def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
     return np.stack([[values[:length] for values in (curve.costs[cost], curve.accuracy)] for curve in curves], axis=1)
 
 
-def _mean_ratio(runs: Pairs, cost: str, seeds: np.ndarray, crossing: Crossing) -> list[float] | None:
+def _mean_ratio(runs: Pairs, cost: str, seeds: np.ndarray) -> list[float] | None:
     """[`mean_cost_to_target`] of draws of the runs, `seeds` being their indices, `(draws, S)`; `None` as there."""
     ratios = np.zeros(len(seeds))
     for part, weight in _weights(cost).items():
@@ -282,12 +298,12 @@ def _mean_ratio(runs: Pairs, cost: str, seeds: np.ndarray, crossing: Crossing) -
             (own_costs, own_accuracy), (costs, accuracy) = run[:, chosen].mean(axis=1), base[:, chosen].mean(axis=1)
             if reaches(accuracy, accuracy[-1])[0]:
                 return None
-            own = crossing(own_costs, own_accuracy, accuracy[-1])
-            ratios[draw] += math.inf if own is None else weight * own / crossing(costs, accuracy, accuracy[-1])
+            own = first_crossing(own_costs, own_accuracy, accuracy[-1])
+            ratios[draw] += math.inf if own is None else weight * own / first_crossing(costs, accuracy, accuracy[-1])
     return ratios.tolist()
 
 
-def mean_cost_to_target(runs: Pairs, cost: str, crossing: Crossing = first_crossing) -> float | None:
+def mean_cost_to_target(runs: Pairs, cost: str) -> float | None:
     """
     Cost to reach the baseline's final accuracy, relative to the baseline, on curves averaged over the seeds.
 
@@ -296,12 +312,11 @@ def mean_cost_to_target(runs: Pairs, cost: str, crossing: Crossing = first_cross
     Args:
         runs (`Pairs`): Runs of a strategy.
         cost (`str`): As in [`cost_to_target`].
-        crossing (`Crossing`, *optional*): What counts as reaching it, for both. Defaults to the first crossing.
 
     Returns:
         `float | None`: Infinite if it is not reached. `None` if the averaged baseline was at its final accuracy from the start.
     """
-    ratios = _mean_ratio(runs, cost, np.arange(len(runs))[None], crossing)
+    ratios = _mean_ratio(runs, cost, np.arange(len(runs))[None])
     return None if ratios is None else ratios[0]
 
 
@@ -321,9 +336,7 @@ def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
     """
     if len(runs) < 3:
         return None
-    found = _mean_ratio(
-        runs, cost, np.random.default_rng(0).integers(len(runs), size=(DRAWS, len(runs))), first_crossing
-    )
+    found = _mean_ratio(runs, cost, np.random.default_rng(0).integers(len(runs), size=(DRAWS, len(runs))))
     if found is None:
         return None
     # Entries of the sorted draws, since nothing can be interpolated between infinite ones
@@ -334,61 +347,126 @@ def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
 @dataclass(frozen=True)
 class Matched:
     """
-    A strategy and the baseline at the same amount of something.
+    A strategy and the baseline at the same amount of something, see [`matched`].
 
     Attributes:
-        amount ([`Spread`]): How much: the lesser of what both runs have used in all.
-        accuracy ([`Spread`]): Accuracy of the strategy there.
-        gain ([`Spread`]): The same, less the baseline's.
-        flops ([`Spread`]): FLOPs up to there, relative to the baseline's.
+        amount ([`Spread`]): How much of it.
+        own (`dict[str, Spread]`): What [`Curve.at`] says of the strategy there.
+        gain ([`Spread`]): Its accuracy, less the baseline's.
+        ratios (`dict[str, Spread]`): Its costs, relative to the baseline's.
     """
 
     amount: Spread
-    accuracy: Spread
+    own: dict[str, Spread]
     gain: Spread
-    flops: Spread
+    ratios: dict[str, Spread]
+
+    @property
+    def ahead(self) -> int:
+        """Seeds with which it is more accurate than the baseline."""
+        return sum(value > ROUNDING for value in self.gain.values)
 
 
 def matched(runs: Pairs, control: str) -> Matched:
     """
-    Compare at an equal number of optimizer steps, of update tokens or of completions rolled out.
+    Compare where both runs of a pair have spent the same: the lesser of what they have in all.
 
     Args:
         runs (`Pairs`): Runs of a strategy.
-        control (`str`): `"steps"`, `"update_tokens"` or `"completions"`.
+        control (`str`): `"steps"` or `"completions"`.
     """
-    amounts, accuracies, gains, flops = [], [], [], []
-    for run, base in runs:
-        amount = min(run.costs[control][-1], base.costs[control][-1])
-        own, other = (np.interp(amount, curve.costs[control], curve.accuracy) for curve in (run, base))
-        own_flops, other_flops = (
-            np.interp(amount, curve.costs[control], curve.costs["flops"]) for curve in (run, base)
-        )
-        amounts.append(float(amount))
-        accuracies.append(float(own))
-        gains.append(float(own - other))
-        flops.append(float(own_flops / other_flops))
-    return Matched(*(Spread(tuple(values)) for values in (amounts, accuracies, gains, flops)))
+    amounts = [min(run.costs[control][-1], base.costs[control][-1]) for run, base in runs]
+    own, base = (
+        [pair[side].at(control, amount) for pair, amount in zip(runs, amounts, strict=True)] for side in (0, 1)
+    )
+
+    def spread(values: list[float]) -> Spread:
+        return Spread(tuple(map(float, values)))
+
+    both = list(zip(own, base, strict=True))
+    return Matched(
+        amount=spread(amounts),
+        own={name: spread([each[name] for each in own]) for name in own[0]},
+        gain=spread([one["accuracy"] - other["accuracy"] for one, other in both]),
+        ratios={cost: spread([one[cost] / other[cost] for one, other in both]) for cost in COSTS},
+    )
 
 
-def best_rates(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+@dataclass(frozen=True)
+class Setting:
     """
-    Learning rate with the highest final accuracy of each strategy, averaged over the seeds; the lower one of equals.
+    Runs of a strategy at one learning rate, on the seeds of the tuning.
+
+    Attributes:
+        runs (`list[Curve]`): The runs, of one strategy, shape and rate.
+        accuracy ([`Spread`]): Accuracy after the steps of the baseline.
+        completions (`float`): Completions rolled out until then, mean.
+        at_budget (`float`): Accuracy after as many completions as the baseline takes, mean; NaN if it makes fewer.
+        to_target (`float`): Completions until the averaged curve has the target; infinite if it has not.
+    """
+
+    runs: list[Curve]
+    accuracy: Spread
+    completions: float
+    at_budget: float
+    to_target: float
+
+    @property
+    def trl(self) -> bool:
+        """Whether plain TRL made the runs."""
+        return STRATEGIES[self.runs[0].strategy].trl
+
+
+NEAR = 0.01
+"""Accuracy that the cheapest setting may lack of the best one's."""
+
+
+def tuning(curves: Sequence[Curve], steps: int, baseline: str) -> tuple[float, list[Setting]]:
+    """
+    What the settings of a tuning have cost until one accuracy, `NEAR` less than the best that plain TRL has for the baseline's completions.
 
     Args:
-        results (`Sequence[dict]`): Contents of the result files of the tuning.
+        curves (`Sequence[Curve]`): The runs.
+        steps (`int`): Steps of the baseline.
+        baseline (`str`): Name of the baseline.
+
+    Returns:
+        `tuple[float, list[Setting]]`: That accuracy, and the settings, those of plain TRL first.
     """
-    accuracies: dict[str, dict[float, list[float]]] = {}
-    for result in results:
-        settings = result["settings"]
-        accuracy = accuracy_at_steps(read_curve(result, "held_out"), settings["steps"])
-        accuracies.setdefault(settings["strategy"], {}).setdefault(settings["learning_rate"], []).append(accuracy)
-    return {
-        strategy: max(sorted(rates), key=lambda rate, rates=rates: float(np.mean(rates[rate])))
-        for strategy, rates in accuracies.items()
-    }
+    groups: dict[tuple[int, float], list[Curve]] = {}
+    for curve in curves:
+        groups.setdefault((list(STRATEGIES).index(curve.strategy), curve.rate), []).append(curve)
+    ends = [curve.at("steps", steps)["completions"] for curve in curves if curve.strategy == baseline]
+    budget = max(ends, default=math.inf)
+    found = []
+    for _, runs in sorted(groups.items()):
+        after = [run.at("steps", steps) for run in runs]
+        completions = float(np.mean([each["completions"] for each in after]))
+        at_budget = math.nan
+        if completions >= budget:
+            at_budget = float(np.mean([run.at("completions", budget)["accuracy"] for run in runs]))
+        found.append(
+            Setting(runs, Spread(tuple(each["accuracy"] for each in after)), completions, at_budget, math.inf)
+        )
+    found.sort(key=lambda setting: not setting.trl)
+    bought = [s.accuracy.mean if math.isnan(s.at_budget) else s.at_budget for s in found if s.trl]
+    target = max(bought, default=math.inf) - NEAR
+    crossings = [first_crossing(*stacked(setting.runs, "completions").mean(axis=1), target) for setting in found]
+    pairs = zip(found, crossings, strict=True)
+    return target, [setting if c is None else replace(setting, to_target=c) for setting, c in pairs]
 
 
-def accuracy_at_steps(curve: Curve, steps: int) -> float:
-    """Smoothed accuracy after a number of optimizer steps."""
-    return float(np.interp(steps, curve.costs["steps"], curve.accuracy))
+def cheapest(settings: Sequence[Setting]) -> Setting | None:
+    """The setting of plain TRL with the fewest completions to the target; `None` if none has it."""
+    plain = [setting for setting in settings if setting.trl and math.isfinite(setting.to_target)]
+    return min(plain, key=lambda setting: setting.to_target, default=None)
+
+
+def best_rates(settings: Sequence[Setting]) -> dict[str, float]:
+    """Learning rate of each strategy with the highest accuracy after the steps, averaged over the seeds; the lower one of equals."""
+    best: dict[str, Setting] = {}
+    for setting in settings:
+        strategy = setting.runs[0].strategy
+        if strategy not in best or setting.accuracy.mean > best[strategy].accuracy.mean:
+            best[strategy] = setting
+    return {strategy: setting.runs[0].rate for strategy, setting in best.items()}

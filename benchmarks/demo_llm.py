@@ -20,7 +20,7 @@ from rich.console import Console
 from recipes import smollm2
 
 from .jobs import RESULT_FILE, Options, has_gpu, plan
-from .settings import BenchError, write_json
+from .settings import BenchError, RunSettings, write_json
 from .strategies import BASELINE
 from .suite import RESULTS_FILE, bench, read_results, ready
 from .tasks import CHECKOUT
@@ -50,7 +50,8 @@ def run(options: Options, plain: bool, console: Console):
         job for job in plan(options, {TASK: ready(TASK, options, console)}) if job.settings.strategy == BASELINE
     )
     lines = [line for path in KEPT for line in path.read_text(encoding="utf-8").splitlines()]
-    kept = {result["key"]: result for result in map(json.loads, lines)}
+    every = {"eval_every": baseline.settings.eval_every}  # evaluations change nothing of a run
+    kept = {RunSettings.from_dict(result["settings"] | every).key: result for result in map(json.loads, lines)}
     if not plain and not baseline.finished and baseline.settings.key in kept:
         baseline.folder.mkdir(parents=True, exist_ok=True)
         write_json(baseline.folder / RESULT_FILE, kept[baseline.settings.key])
@@ -58,7 +59,7 @@ def run(options: Options, plain: bool, console: Console):
         why = "" if plain else "Plain GRPO has no kept run with this model, data and settings. "
         console.print(f"{why}It is trained here first: half an hour more.")
     console.print(
-        f"The model learns, in {'float32' if options.float32 else 'bfloat16'}, and is evaluated after each step: 10 to 15 minutes on an idle core."
+        f"The model learns, in {'bfloat16' if options.bfloat16 else 'float32'}, and is evaluated after every third step: up to 15 minutes on an idle core."
     )
     bench(options)
     console.print("\n".join(told(options.output)), soft_wrap=True, markup=False)
@@ -93,8 +94,8 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--plain", action="store_true", help="train plain GRPO here, too")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="default: runs/demo-llm")
     given = parser.parse_args(arguments)
-    float32 = not has_gpu() and faster_in_float32()
-    options = Options(task=TASK, strategies=(ARM,), seeds=(0,), stretch=1.25, float32=float32, output=given.output)
+    bfloat16 = has_gpu() or not faster_in_float32()
+    options = Options(task=TASK, strategies=(ARM,), seeds=(0,), stretch=1.25, bfloat16=bfloat16, output=given.output)
     try:
         run(options, given.plain, Console(highlight=False, soft_wrap=True))
     except (BenchError, smollm2.NoWheelError) as error:

@@ -8,6 +8,7 @@ evaluation has no noise of its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from lze_trl.rewards import exact_match_reward
 
 
 _BATCH = 64
+_FEW = 128  # prompts that are also reported one by one
 
 
 @dataclass(frozen=True)
@@ -153,17 +155,18 @@ class Evaluation:
             found[:, batch.rows] = [values.cpu().numpy() for values in _read_answers(model, batch)]
         return found
 
-    def accuracy(self, model: nn.Module) -> dict[str, float]:
+    def accuracy(self, model: nn.Module) -> dict[str, Any]:
         """
         Expected accuracy: the mean of the expected pass rates.
 
         Returns:
-            `dict[str, float]`: `mean`, and `standard_error`, with which it stands for other prompts of the same kind: for
-            these prompts it is exact. `greedy`: accuracy of greedy answers.
+            `dict[str, Any]`: `mean`, and `standard_error`, with which it stands for other prompts of the same kind: for
+            these prompts it is exact. `greedy`: accuracy of greedy answers. `prompts`: that of each prompt, if they are few.
         """
         rates, greedy = self._read(model)
         error = float(rates.std(ddof=1) / np.sqrt(len(rates)))
-        return {"mean": float(rates.mean()), "standard_error": error, "greedy": float(greedy.mean())}
+        one_by_one = {"prompts": rates.round(3).tolist()} if len(rates) <= _FEW else {}
+        return {"mean": float(rates.mean()), "standard_error": error, "greedy": float(greedy.mean()), **one_by_one}
 
     @torch.no_grad()
     def sampled(self, model: PreTrainedModel, samples: int, seed: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 Forecasts held against runs: `trainer.forecast()` before the first step, against what the benchmark's kept runs have cost, and
 against the seconds of a few steps of plain TRL on this machine.
 
-python -m benchmarks.forecasts [--tasks addition calculator] [--seeds 0 1 2 3 4] [--output DIR] [--report_only]
+python -m benchmarks.forecasts [--kept addition calculator] [--seeds 0 1 2 3 4] [--output DIR] [--report_only]
 """
 
 import argparse
@@ -10,7 +10,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ RESULTS_FILE, TABLES_FILE = "results.jsonl", "tables.md"
 NAMES = {"exact": "exact", "gate": "gate, G = 8", "gate_g4": "gate, G = 4, twice the prompts", "lze": "lze, 40 %"}
 """Strategies of the benchmark, and what the forecast calls them."""
 COSTS = ("rollouts", "updates")
+WIDTHS = {"addition": range(5), "calculator": range(5), "words": range(2)}
+"""Folders and seeds of the runs that were there when `DRIFT` and `LUCK` of the forecast were chosen, on 2026-11-24: they test nothing."""
 TIMED = ("addition",)
 """Tasks of which a few steps are made as well."""
 _WARM, _STEPS, _PROMPTS = 2, 40, 128
@@ -74,10 +76,9 @@ def forecast_of(settings: RunSettings, files: TaskFiles, timed: bool) -> dict[st
     return result | {"seconds": spent}
 
 
-def measured(task: str) -> dict[tuple[str, int], dict[str, float]]:
-    """What kept runs have cost over plain GRPO until its accuracy, by strategy and seed; infinite where it was not reached."""
-    sections, _ = sort_results(read_results(KEPT / task))
-    curves = [curve for section in sections for curve in section.curves()]
+def measured(kept: str) -> dict[tuple[str, int], dict[str, float]]:
+    """What the runs of a folder have cost over plain GRPO until its accuracy, by strategy and seed; infinite where it was not reached."""
+    curves = sort_results(read_results(KEPT / kept))[0][0].curves()
     found = {}
     for strategy in NAMES:
         for run, base in pairs(curves, strategy, BASELINE):
@@ -86,19 +87,62 @@ def measured(task: str) -> dict[tuple[str, int], dict[str, float]]:
     return found
 
 
-def make(tasks: Sequence[str], seeds: Sequence[int], output: Path):
-    """Make the forecasts that are not there yet, each written when it is finished."""
+@dataclass(frozen=True)
+class Check:
+    """A forecast price of a run and what was measured; `independent`, whether the widths of forecasts were chosen without the run."""
+
+    kept: str
+    strategy: str
+    cost: str
+    price: dict[str, float]
+    real: float
+    independent: bool
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval covers it."""
+        return self.price["low"] <= self.real <= self.price["high"]
+
+
+def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
+    """Every price that was forecast and measured."""
+    found = []
+    for kept in dict.fromkeys(row["task"] for row in rows):
+        runs = measured(kept)
+        for strategy, name in NAMES.items():
+            for cost in COSTS if strategy != "exact" else COSTS[1:]:  # all of exact's rollouts, by definition
+                for row in (row for row in rows if row["task"] == kept and (strategy, row["seed"]) in runs):
+                    price = next(p for p in row["forecast"]["prices"] if p["name"] == name)[cost]
+                    independent = row["seed"] not in WIDTHS.get(kept, ())
+                    found.append(Check(kept, strategy, cost, price, runs[strategy, row["seed"]][cost], independent))
+    return found
+
+
+def coverage(found: Sequence[Check]) -> str:
+    """How many intervals cover what was measured, for the runs that the widths were chosen by and for others."""
+    texts = []
+    for independent, what in (
+        (True, "runs by which the widths were not chosen"),
+        (False, "runs by which they were chosen"),
+    ):
+        own = [check.inside for check in found if check.independent == independent]
+        share = f"{sum(own)} of {len(own)} ({np.mean(own):.0%})" if own else "none was forecast"
+        texts.append(f"{what}: **{share}**")
+    return f"Measured prices in their 80 % interval, {'; '.join(texts)}."
+
+
+def make(folders: Sequence[str], seeds: Sequence[int], output: Path):
+    """Make the forecasts of kept runs of the baseline that are not there yet, each written when it is finished."""
     output.mkdir(parents=True, exist_ok=True)
     done = {(row["task"], row["seed"]) for row in read(output)}
-    for task in tasks:
-        files = locate(task, None, None)
-        kept = [RunSettings.from_dict(row["settings"]) for row in read_results(KEPT / task)]
-        for seed in seeds:
-            settings = next(one for one in kept if one.strategy == BASELINE and one.seed == seed)
-            if (task, seed) in done:
+    for kept in folders:
+        for result in sort_results(read_results(KEPT / kept))[0][0].main:
+            settings = RunSettings.from_dict(result["settings"])
+            if settings.strategy != BASELINE or settings.seed not in seeds or (kept, settings.seed) in done:
                 continue
-            row = {"task": task, "seed": seed, "same_model": files.model_hash == settings.model_hash}
-            row |= forecast_of(settings, files, task in TIMED) | circumstances()
+            files = locate(settings.task)
+            row = {"task": kept, "seed": settings.seed, "same_model": files.model_hash == settings.model_hash}
+            row |= forecast_of(settings, files, kept in TIMED) | circumstances()
             with (output / RESULTS_FILE).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -111,25 +155,14 @@ def read(output: Path) -> list[dict[str, Any]]:
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """Tables: price by price, with the share of measured prices in the 80 % intervals; and seconds."""
-    prices, covered = [], []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        runs = measured(task)
-        for strategy, name in NAMES.items():
-            for cost in COSTS if strategy != "exact" else COSTS[1:]:  # all of exact's rollouts, by definition
-                shown, hits = [], []
-                for row in (row for row in rows if row["task"] == task and (strategy, row["seed"]) in runs):
-                    price = next(p for p in row["forecast"]["prices"] if p["name"] == name)[cost]
-                    real = runs[strategy, row["seed"]][cost]
-                    hits.append(price["low"] <= real <= price["high"])
-                    shown.append((price["value"], price["low"], price["high"], real))
-                if hits:
-                    value, low, high, real = np.median(shown, axis=0)
-                    cells = (
-                        f"{value:.2f} ({low:.2f}–{high:.2f})",
-                        "not reached" if math.isinf(real) else f"{real:.2f}",
-                    )
-                    prices.append([task, strategy, f"{cost} ×", *cells, f"{sum(hits)} of {len(hits)}"])
-                    covered += hits
+    found, prices = checks(rows), []
+    for kept, strategy, cost, independent in dict.fromkeys((c.kept, c.strategy, c.cost, c.independent) for c in found):
+        own = [c for c in found if (c.kept, c.strategy, c.cost, c.independent) == (kept, strategy, cost, independent)]
+        value, low, high = np.median([[c.price[name] for name in ("value", "low", "high")] for c in own], axis=0)
+        real = float(np.median([c.real for c in own]))
+        cells = f"{value:.2f} ({low:.2f}–{high:.2f})", "not reached" if math.isinf(real) else f"{real:.2f}"
+        inside = f"{sum(c.inside for c in own)} of {len(own)}"
+        prices.append([kept, strategy, f"{cost} ×", "no" if independent else "yes", *cells, inside])
     seconds = []
     for row in (row for row in rows if "seconds" in row):
         step, real = row["forecast"]["step"], row["seconds"]
@@ -143,8 +176,11 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
             "# Forecasts against runs",
             f"`trainer.forecast()` of {_PROMPTS} prompts × 8 before the first step; medians over the seeds. *Measured* are the kept runs of the "
             "benchmark, to plain GRPO's accuracy; a run that never reaches it is outside of every interval." + same,
-            f"**{sum(covered)} of {len(covered)} measured prices ({sum(covered) / len(covered):.0%}) lie in their 80 % interval.**",
-            table(["task", "strategy", "price", "forecast (80 %)", "measured", "inside"], prices),
+            coverage(found),
+            table(
+                ["kept runs", "strategy", "price", "widths chosen by them", "forecast (80 %)", "measured", "inside"],
+                prices,
+            ),
             f"Seconds of a step of plain TRL, forecast / measured over {_STEPS} steps that follow. Median error **{np.median(errors):.0f} %**, "
             f"largest {max(errors):.0f} %.",
             table(["task", "seed", "rollouts", "update", "error of the sum"], seconds),
@@ -155,13 +191,13 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
 def main():
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecasts", description=__doc__)
-    parser.add_argument("--tasks", nargs="+", default=["addition", "calculator"])
+    parser.add_argument("--kept", nargs="+", default=["addition", "calculator"], help="folders of benchmarks/results")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args()
     if not given.report_only:
-        make(given.tasks, given.seeds, given.output)
+        make(given.kept, given.seeds, given.output)
     write_text(given.output / TABLES_FILE, report(read(given.output)))
 
 

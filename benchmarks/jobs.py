@@ -38,7 +38,7 @@ class Options:
         tuning_seeds (`Sequence[int]`): Seeds of the tuning, apart from `seeds`, which may be none then.
         jobs (`int`): Runs at the same time.
         micro_batch (`int`, *optional*): Rows of a micro-batch, for several runs on one GPU. Defaults to the task's own.
-        float32 (`bool`): Whether to compute in float32 where the task says bfloat16.
+        bfloat16 (`bool`): Whether to compute in bfloat16, by autocast, instead of float32.
         output (`Path`): Folder of everything.
         model (`str`, *optional*), data (`str`, *optional*): Files instead of the task's own.
     """
@@ -54,7 +54,7 @@ class Options:
     tuning_seeds: Sequence[int] = (100, 101)
     jobs: int = 1
     micro_batch: int | None = None
-    float32: bool = False
+    bfloat16: bool = False
     output: Path = Path("runs/bench")
     model: str | None = None
     data: str | None = None
@@ -249,8 +249,8 @@ def _job(
                 f"`--micro_batch` must divide the {training['generation_batch_size']} rows of a batch, got {options.micro_batch}."
             )
         training |= {"per_device_train_batch_size": options.micro_batch, "gradient_accumulation_steps": passes}
-    if options.float32:
-        training |= {"bf16": False}
+    if options.bfloat16:
+        training |= {"bf16": True}
     settings = RunSettings(
         task=task,
         strategy=strategy,

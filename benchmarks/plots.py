@@ -3,63 +3,44 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from .comparison import GENERATION_SHARES, PRICES, Curve, stacked
+from .comparison import Curve, stacked
 from .strategies import BASELINE, STRATEGIES
 
 
-_LEADING = next(iter(PRICES))
 _PANELS = {
-    _LEADING: f"price at {GENERATION_SHARES[0]:.0%} generation, baseline's run = 1",
-    "completions": "completions rolled out",
     "steps": "optimizer steps",
+    "completions": "completions rolled out",
+    "flops": "FLOPs, baseline's run = 1",
     "seconds": "seconds without evaluations, baseline's run on the same processor = 1",
 }
 _SHOWN = 2.0  # of what the baseline spends: some strategies spend far more
 _GREY = "#4d5760"
-_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#8a5a00",
-    "#7a3fb0",
-    "#a0a000",
-    "#b22222",
-    "#e6007e",
-    "#00a5a5",
-    "#5577cc",
-    "#779900",
-    "#224455",
-    "#aa6688",
-    "#2f2f2f",
-    "#332288",
-    "#88c070",
-)
+_COLOURS = [*colormaps["tab20"].colors, *colormaps["tab20b"].colors, *colormaps["tab20c"].colors]
 
 
-def colour(strategy: str) -> str:
+def colour(strategy: str) -> Any:
     """Colour of a strategy, its own: grey is the baseline's."""
     return _GREY if strategy == BASELINE else _COLOURS[(list(STRATEGIES).index(strategy) - 1) % len(_COLOURS)]
 
 
 def write_picture(path: Path, title: str, curves: Sequence[Curve]):
     """
-    Draw accuracy over price, completions, steps and seconds: the mean over the seeds, and their range as a band.
+    Draw accuracy over steps, completions, FLOPs and seconds: the mean over the seeds, and their range as a band.
 
     Args:
         path (`Path`): PNG to write.
         title (`str`): Title.
         curves (`Sequence[Curve]`): All runs.
     """
-    curves = _priced(curves)
+    curves = _relative(curves)
     # Without pyplot: no state is left behind in the process
     figure = Figure(figsize=(13.0, 8.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -87,27 +68,25 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
     figure.savefig(path, format="png")
 
 
-def _priced(curves: Sequence[Curve]) -> list[Curve]:
-    """
-    Curves with what they cost by the leading price, relative to the mean run of the baseline, and seconds relative to that of the baseline
-    on the same processor; NaN without one.
-    """
+def _relative(curves: Sequence[Curve]) -> list[Curve]:
+    """Curves with FLOPs relative to the mean run of the baseline, and seconds to that on the same processor; NaN without one."""
     bases = [curve for curve in curves if curve.strategy == BASELINE]
+    flops = np.mean([base.costs["flops"][-1] for base in bases])
     clocks = {
-        processor: np.mean([base.costs["seconds"][-1] for base in bases if base.processor == processor])
-        for processor in {b.processor for b in bases}
+        name: np.mean([base.costs["seconds"][-1] for base in bases if base.processor == name])
+        for name in {base.processor for base in bases} - {None}
     }
-
-    def price(curve: Curve) -> np.ndarray:
-        return sum(
-            weight * curve.costs[part] / np.mean([base.costs[part][-1] for base in bases])
-            for part, weight in PRICES[_LEADING].items()
+    return [
+        replace(
+            curve,
+            costs=curve.costs
+            | {
+                "flops": curve.costs["flops"] / flops,
+                "seconds": curve.costs["seconds"] / clocks.get(curve.processor, np.nan),
+            },
         )
-
-    def relative(curve: Curve) -> dict[str, np.ndarray]:
-        return {_LEADING: price(curve), "seconds": curve.costs["seconds"] / clocks.get(curve.processor, np.nan)}
-
-    return [replace(curve, costs=curve.costs | relative(curve)) for curve in curves]
+        for curve in curves
+    ]
 
 
 def _draw(axis: Axes, runs: Sequence[Curve], cost: str, label: str, emphasised: bool):

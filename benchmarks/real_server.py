@@ -1,7 +1,7 @@
 """
 Seconds, and accuracy with overlap, of a training with a real vLLM server, which has a core of its own.
 
-    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--float32] [--output DIR] [--report_only]
+    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--bfloat16] [--output DIR] [--report_only]
 
 Completions are those of vLLM on this CPU (`make vllm-env`): the server has the first core, the training the last one. TRL's own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
 each step has left behind; it is computed after the training, so that overlap gains nothing by it. Arms that draw less make half as many steps again.
@@ -54,7 +54,7 @@ _STRETCH = 1.5
 
 @dataclass(frozen=True)
 class Run(KeptRun):
-    """What a run depends on; `steps` are those of plain GRPO, `float32` replaces the bfloat16 of the task."""
+    """What a run depends on; `steps` are those of plain GRPO, without `float32` it computes in bfloat16."""
 
     task: str
     arm: str
@@ -97,7 +97,7 @@ def train(run: Run) -> dict[str, Any]:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
-    bf16 = task.training.get("bf16", False) and not run.float32
+    bf16 = not run.float32
     data, dtype = load(task, files, "test"), "bfloat16" if bf16 else "float32"
     length = min(512, AutoConfig.from_pretrained(files.model).max_position_embeddings)
     options = ("--max-model-len", str(length), "--dtype", dtype)
@@ -203,14 +203,12 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
     parser.add_argument("--steps", type=int, help="of plain GRPO; default: the task's own")
-    parser.add_argument(
-        "--float32", action="store_true", help="where the task says bfloat16: faster on a CPU without AMX"
-    )
+    parser.add_argument("--bfloat16", action="store_true", help="instead of float32: faster on a CPU with AMX")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
     steps = given.steps or TASKS[given.task].steps
-    runs = [Run(given.task, arm, seed, steps, given.float32) for seed in given.seeds for arm in given.arms]
+    runs = [Run(given.task, arm, seed, steps, not given.bfloat16) for seed in given.seeds for arm in given.arms]
     if given.report_only:
         kept = sorted(given.output.glob("*-seed*.json"), reverse=True)
         runs = [Run(**json.loads(path.read_text(encoding="utf-8"))["run"]) for path in kept]

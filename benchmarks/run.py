@@ -106,7 +106,7 @@ class Recorder(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         step, last = state.global_step, state.global_step >= self.settings.max_steps
-        if not last and step % self.settings.eval_every:
+        if not last and step % self.settings.eval_every and step != self.settings.steps:
             return
         control.should_training_stop = last or (
             step >= self.settings.steps and has_spent_the_budget(self.trainer.meter, self.cost, self.settings)
@@ -171,8 +171,9 @@ def of_prompts(training: dict[str, Any], times: float) -> dict[str, int]:
 
 
 def source() -> str:
-    """Hash of the code that a run depends on."""
-    return content_hash(*(path for folder in _SOURCES for path in sorted(folder.rglob("*.py"))))
+    """Hash of the code that a run depends on: of what is imported when it begins."""
+    files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
+    return content_hash(*sorted(path for path in files if any(folder in path.parents for folder in _SOURCES)))
 
 
 def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1) -> dict[str, Any]:
@@ -207,6 +208,7 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1)
         "key": settings.key,
         "settings": vars(settings),
         **found,
+        "time": datetime.now(UTC).strftime("%H:%M"),
         "machine": found["machine"] | {"at_once": at_once},
         "source": own_source,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
@@ -216,6 +218,7 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1)
         "checks": recorder.checks,
         "evaluation_seconds": trainer.meter.clock.seconds["evaluation"],
         "wall_seconds": time.monotonic() - begin,
+        "cpu_seconds": time.process_time(),
     }
     write_json(folder / RESULT_FILE, result)
     return result

@@ -39,6 +39,7 @@ STRATEGIES: dict[str, Strategy] = {
     # Plain TRL at other shapes: fewer or more prompts a step, or as many completions of twice as many prompts
     "grpo_quarter": Strategy("GRPO (TRL), 1/4 of the prompts", {"prompts": 0.25}, trl=True),
     "grpo_half": Strategy("GRPO (TRL), half the prompts", {"prompts": 0.5}, trl=True),
+    "grpo_three_quarters": Strategy("GRPO (TRL), 3/4 of the prompts", {"prompts": 0.75}, trl=True),
     "grpo_double": Strategy("GRPO (TRL), twice the prompts", {"prompts": 2}, trl=True),
     "grpo_g4": Strategy("GRPO (TRL), G = 4", {"num_generations": 4}, trl=True),
     "all": Strategy("all groups", _selecting("all", selection_ratio=1.0)),
@@ -76,6 +77,8 @@ STRATEGIES: dict[str, Strategy] = {
         "DAPO refill",
         _selecting("zero_variance", selection_ratio=1.0, controller="dynamic", controller_kwargs={"max_rounds": 10}),
     ),
+    # As the package has it: prompts without a signal are left out at random, and their slots filled with live groups
+    "greso": Strategy("GRESO", {"strategy": "greso"}),
     # Knows the true pass rates: what foresight could save at best
     "oracle": Strategy("oracle, loss over all rows", _selecting("zero_variance", loss_normalizer="all", oracle=0.9)),
     "oracle_x4": Strategy(
@@ -98,6 +101,10 @@ STRATEGIES: dict[str, Strategy] = {
     "gate_alone": Strategy(
         "one-completion gate, each group by itself",
         _selecting("zero_variance", controller="gate", loss_normalizer="all", alone=True),
+    ),
+    "gate_pruned": Strategy(
+        "one-completion gate + pruning",
+        _selecting("zero_variance", controller="gate", loss_normalizer="all", pruning="skip"),
     ),
     "gate_g4_alone": Strategy(
         "gate, G = 4, each group by itself",

@@ -18,8 +18,8 @@ from .plots import write_picture
 from .sections import Result, Section, sort_results
 from .settings import BenchError, write_text
 from .skills import MIXES, make
-from .tables import section_text, short_table
-from .tasks import TaskFiles, chosen_tasks, locate
+from .tables import Names, section_text, short_table, tuning_table
+from .tasks import OF_ADDITION, TaskFiles, chosen_tasks, locate
 
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _files(options: Options, console: Console) -> tuple[dict[str, TaskFiles], li
 def ready(task: str, options: Options, console: Console) -> TaskFiles:
     """Files of a task; the warm start of the addition task is made here."""
     files = locate(task, options.model, options.data)
-    if task == "addition" and options.model is None:
+    if task in OF_ADDITION and options.model is None:
         from .addition import prepare
 
         if not files.model.is_dir():
@@ -263,10 +263,12 @@ def report(output: Path, console: Console | None = None) -> list[Section]:
         )
     texts = ["# Benchmark"]
     for section in sections:
-        picture = f"{section.name}.png"
-        write_picture(output / picture, section.title, section.curves())
-        texts.append(section_text(section, [picture]))
-        console.print(Markdown(f"**{section.title}**\n\n{short_table(section.curves())}"))
+        pictures = [f"{section.name}.png"] if section.main else []
+        for picture in pictures:
+            write_picture(output / picture, section.title, section.curves())
+        texts.append(section_text(section, pictures))
+        shown = short_table(section) if section.main else tuning_table(section, Names(section.results))
+        console.print(Markdown(f"**{section.title}**\n\n{shown}"))
     texts += [f"{len(group)} run(s) left out: {reason}." for reason, group in left_out.items()]
     write_text(output / TABLES_FILE, "\n\n".join(texts))
     write_text(output / RESULTS_FILE, "\n".join(json.dumps(result) for result in results))

@@ -20,7 +20,8 @@ def test_plain_grpos_kept_run_is_used_if_it_has_this_model_data_and_settings(tmp
         path.write_text('{"prompt": "a", "solution": "b"}\n')
     options = Options(task="words", strategies=("gate_g4",), seeds=(0,), output=tmp_path / "out")
     (baseline,) = (job for job in plan(options, {"words": files}) if job.settings.strategy == BASELINE)
-    kept = json.loads(demo_llm.KEPT[0].read_text().splitlines()[0]) | ({"key": baseline.settings.key} if known else {})
+    own = vars(baseline.settings) | {"eval_every": 1}  # it was evaluated more often
+    kept = json.loads(demo_llm.KEPT[0].read_text().splitlines()[0]) | ({"settings": own} if known else {})
     (tmp_path / "kept.jsonl").write_text(json.dumps(kept) + "\n")
     monkeypatch.setattr(demo_llm, "KEPT", [tmp_path / "kept.jsonl"])
     monkeypatch.setattr(demo_llm.smollm2, "MODEL_DIR", files.model)

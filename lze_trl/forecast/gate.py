@@ -57,6 +57,12 @@ def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -
 
 def gate_price(sample: GroupSample, size: int, rng: np.random.Generator) -> float:
     """Tokens that the gate, with groups of `size` in batches of as many completions, takes a live group over those of plain GRPO."""
+    tokens, live = gate_costs(sample, size, rng)
+    return tokens / live if live else np.inf
+
+
+def gate_costs(sample: GroupSample, size: int, rng: np.random.Generator) -> tuple[float, float]:
+    """The gate's tokens and live groups, × those of plain GRPO in as many batches."""
     horizon, prompts_of_batch = sample.horizon, sample.horizon.per_batch * sample.size // size
     per_batch = min(prompts_of_batch, _MOST_PER_BATCH)
     visits = horizon.batches * prompts_of_batch / horizon.prompts
@@ -65,7 +71,8 @@ def gate_price(sample: GroupSample, size: int, rng: np.random.Generator) -> floa
     state, gate = PromptState(group_size=size, prune=False, expected=count), Gate(size, control=0.0)
     tokens = live = 0.0
     order: list[int] = []
-    for _ in range(max(1, min(_MOST_BATCHES, round(visits * count / per_batch)))):
+    batches = max(1, min(_MOST_BATCHES, round(visits * count / per_batch)))
+    for _ in range(batches):
         if len(order) < per_batch:
             order = rng.permutation(count).tolist()
         prompts, order = np.array(order[:per_batch]), order[per_batch:]
@@ -82,5 +89,6 @@ def gate_price(sample: GroupSample, size: int, rng: np.random.Generator) -> floa
         state.visit(batch.without_empty_groups(), np.where(goes_on, chances, 0.0)[begun])
         tokens += float(batch.completion_tokens.sum())
         live += float(batch.alive.sum())
-    plain = float(world.tokens.mean()) * sample.size / max(world.live_share(sample.size), 1e-9)
-    return tokens / live / plain if live else np.inf
+    completions = batches * per_batch * size
+    plain_live = completions / sample.size * max(world.live_share(sample.size), 1e-9)
+    return tokens / completions / float(world.tokens.mean()), live / plain_live
