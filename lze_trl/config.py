@@ -134,7 +134,9 @@ class LZEGRPOConfig(GRPOConfig):
             Settings of the controller: `kept` of `"uniform"` and Reinforce-Ada (the most completions of a prompt that are
             trained on; default: all, and `num_generations`); `round_size` (8) and `max_rounds` (4) of Reinforce-Ada;
             `max_rounds` (4) of `"dynamic"`; `explore` (0.05) and `recheck` (0.1), the shares of stopped groups and prompts that `"gate"` draws, and
-            `control` (0.05), the share that it draws whole whatever it forecasts, to see whether it pays (0: no such guard).
+            `control` (0.05), the share that it draws whole whatever it forecasts, to see whether it pays (0: no such guard); `hold`, what
+            further prompts of the pass are drawn for in place of the groups that `"gate"` stops: the `"signal"` (as many live groups as
+            plain GRPO's batch is expected to have), the `"completions"` (as many as plain GRPO draws), or `"nothing"`, the default.
 
         > Parameters that control identity and state
 
