@@ -39,6 +39,24 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lor
             yield base_name, parameter, layers.get(name)
 
 
+def only_adapter(model: nn.Module) -> tuple[str, int]:
+    """Name and highest rank of the LoRA adapter that is all that is trained, as vLLM serves it; a `ValueError` if there is none."""
+    if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
+        raise ValueError("no LoRA adapter is trained")
+    if len(model.active_adapters) != 1:
+        raise ValueError(f"{len(model.active_adapters)} adapters are active")
+    for name, module in model.named_modules():
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not _is_plain(
+            model, module, beside=False
+        ):
+            raise ValueError(f"the adapter of {name!r} ({type(module).__name__}) is not plain LoRA")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_" not in name:
+            raise ValueError(f"{name!r} is trained beside the LoRA adapter")
+    config: Any = model.peft_config[model.active_adapters[0]]
+    return model.active_adapters[0], max(config.r, *config.rank_pattern.values(), 1)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, put together if FSDP2 has sharded it."""
     tensor = tensor.detach()
@@ -51,8 +69,8 @@ def deltas(layer: Any) -> list[torch.Tensor]:
     return [whole(layer.get_delta_weight(name)) for name in layer.active_adapters if name in own]
 
 
-def _is_plain(model: PeftModel, module: Any) -> bool:
+def _is_plain(model: PeftModel, module: Any, beside: bool = True) -> bool:
     if isinstance(module, AuxiliaryTrainingWrapper):
-        return isinstance(module, ModulesToSaveWrapper)
+        return beside and isinstance(module, ModulesToSaveWrapper)
     is_lora = isinstance(model.base_model, LoraModel) and isinstance(module, (lora.Linear, lora.Embedding))
     return is_lora and not module.lora_variant and not any(module.lora_bias.values())

@@ -1,5 +1,6 @@
 """The weights of a model in training, as a checkpoint that vLLM loads: gathered and written piece by piece."""
 
+import copy
 import json
 import re
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,7 +46,7 @@ def export_weights(
     when `lm_head.weight` is not in the checkpoint it reloads. `changes` sees every tensor as it is written.
     """
     base = base_model(model)
-    weights = _full_tensors(model, DistributedBackend(accelerator))
+    weights = _full_tensors(model, _backend(accelerator))
     if not accelerator.is_main_process:
         deque(weights, maxlen=0)  # take part in every gather
         return 0
@@ -59,6 +61,26 @@ def export_weights(
         shutil.rmtree(directory, ignore_errors=True)
         deque(weights, maxlen=0)  # the other processes wait in the gathers that are left
         raise
+
+
+def export_adapter(
+    model: PeftModel, adapter: str, accelerator: Accelerator, directory: Path, dtype: torch.dtype | None = None
+) -> int:
+    """Write a LoRA adapter as PEFT does, and return its bytes, as [`export_weights`] does with whole weights."""
+    own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    with _backend(accelerator).gather_params([*own.values()]):
+        tensors = {
+            _WRAPPERS.sub("", name): whole(weight).to("cpu", dtype).contiguous() for name, weight in own.items()
+        }
+    if not accelerator.is_main_process:
+        return 0
+    tensors = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
+    config: Any = copy.copy(model.peft_config[adapter])
+    # The servers' base model is compared with the one that is trained, whatever the adapter began with
+    config.inference_mode, config.init_lora_weights = True, True
+    config.save_pretrained(directory)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class ChangedShare:
@@ -81,13 +103,16 @@ class ChangedShare:
                 self._now[name] = flat[::stride].clone()
             yield name, tensor
 
-    def share(self) -> float:
-        """The share of the sampled weights that the last export has moved, from 0 to 1; 1 before the second export."""
-        if self._before.keys() != self._now.keys():
-            return 1.0
-        now = torch.cat([tensor.float() for tensor in self._now.values()])
-        before = torch.cat([tensor.float() for tensor in self._before.values()])
-        rounding = max(torch.finfo(tensor.dtype).eps for tensor in self._now.values())
+    def share(self, dtype: torch.dtype | None = None) -> float | None:
+        """
+        The share of the sampled weights that the last export has moved, from 0 to 1, after rounding to a `dtype`, by default that
+        of the export; `None` before there are two of the same tensors.
+        """
+        if not self._now or self._before.keys() != self._now.keys():
+            return None
+        now = torch.cat([tensor.to(dtype).float() for tensor in self._now.values()])
+        before = torch.cat([tensor.to(dtype).float() for tensor in self._before.values()])
+        rounding = max(torch.finfo(dtype or tensor.dtype).eps for tensor in self._now.values())
         moved = (now - before).abs() > now.abs().median() * rounding / 16
         return float(moved.float().mean())
 
@@ -158,10 +183,15 @@ def _published(
             yield published, part.clone() if part.numel() < tensor.numel() else part.contiguous()
 
 
-def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
+def _backend(accelerator: Accelerator) -> DistributedBackend:
+    backend = DistributedBackend(accelerator)
     if backend.fsdp_version == 1:
         raise ValueError("FSDP1 cannot be synced with vLLM over HTTP. Set `fsdp_version: 2` in the accelerate config.")
+    return backend
+
+
+def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
     for name, parameter, layer in _parameters(model):
         with backend.gather_params([parameter] if layer is None else list(layer.parameters())):
             tensor = whole(parameter)
