@@ -144,10 +144,10 @@ class HTTPGeneration:
         """Say why whole weights are sent, or refuse it where the adapter was asked for by name."""
         if self.args.vllm_server_kwargs["sync"] == "adapter":
             raise ServerMismatchError(
-                f"`sync: adapter` of `vllm_server_kwargs` is not possible: {why}. Start each vLLM server with {LORA_OPTIONS}, on the base "
+                f"`sync: adapter` of `vllm_server_kwargs` is not possible: {why.rstrip('.')}. Start each vLLM server with {LORA_OPTIONS}, on the base "
                 "model that is trained; or leave `sync` out, and whole weights are sent where an adapter cannot be."
             )
-        return f"whole weights, because {why}"
+        return f"whole weights, because {why.rstrip('.')}"
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to go on with the same seeds."""
@@ -192,38 +192,37 @@ class HTTPGeneration:
             failure.add_note(f"If `{directory}` is full, give another one: `vllm_server_kwargs={{'sync_dir': ...}}`.")
         reference = logprobs(self.model, self._probe, self.accelerator.device)
 
-        def load() -> tuple[str | None, float | None]:
+        def load() -> tuple[str | None, float]:
             if failure is not None:
                 raise failure
             kwargs = self.args.vllm_server_kwargs
             if (tolerance := kwargs["sync_tolerance"]) is None:
                 tolerance = tolerance_for(model, self.accelerator, self.pool.servers)
-            changed, base = self._changes.share(), self._base and self._base[1]
-            compared = self._probe, reference, tolerance, 1.0 if changed is None else changed, base
+            changed, base = (1.0, self._base[1]) if self._base else (self._changes.share(), None)
+            compared = self._probe, reference, tolerance, changed, base
             try:
                 self.pool.load(Snapshot(directory.name, str(directory), *compared))
             except ServerMismatchError as error:
                 if self._adapter is None:
                     raise
-                return str(error), None
+                return str(error), math.nan
             if self._sends:
                 unwanted = is_peft_model(model) and self._adapter is None and kwargs["sync"] is None
                 level = logging.WARNING if unwanted else logging.INFO
                 logger.log(level, "A weight sync sends %.2f MB: %s.", size / 1e6, self._sends)
                 self._sends = ""
-            return None, None if self._adapter else self._changes.share(self._precision)
+            return None, self._changes.in_bytes(self._precision)
 
-        why, changed = self._on_main_process(load)
+        why, self._changed = self._on_main_process(load)
         if failure is not None:  # on this process alone
             raise failure
         self._of_version = {"model": directory.name} if self._adapter else {}
-        self._changed = math.nan if changed is None else changed
         return why
 
     def weights_changed(self) -> tuple[float, bool]:
         """
-        Share of the weights that was moved between the last two syncs of whole weights, in the type that they are computed with, NaN if it
-        is not known or was asked for before; and whether that is bfloat16.
+        Share of the weights that the last sync has changed in the type that they are computed with, NaN if it sent an adapter, was the
+        first, or was asked for before; and whether that type is bfloat16.
         """
         changed, self._changed = self._changed, math.nan
         return changed, self._precision == torch.bfloat16

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import shutil
 from collections import deque
@@ -103,18 +104,22 @@ class ChangedShare:
                 self._now[name] = flat[::stride].clone()
             yield name, tensor
 
-    def share(self, dtype: torch.dtype | None = None) -> float | None:
-        """
-        The share of the sampled weights that the last export has moved, from 0 to 1, after rounding to a `dtype`, by default that
-        of the export; `None` before there are two of the same tensors.
-        """
-        if not self._now or self._before.keys() != self._now.keys():
-            return None
-        now = torch.cat([tensor.to(dtype).float() for tensor in self._now.values()])
-        before = torch.cat([tensor.to(dtype).float() for tensor in self._before.values()])
-        rounding = max(torch.finfo(dtype or tensor.dtype).eps for tensor in self._now.values())
+    def share(self) -> float:
+        """The share of the sampled weights that the last export has moved, from 0 to 1; 1 before the second export."""
+        if self._before.keys() != self._now.keys():
+            return 1.0
+        now = torch.cat([tensor.float() for tensor in self._now.values()])
+        before = torch.cat([tensor.float() for tensor in self._before.values()])
+        rounding = max(torch.finfo(tensor.dtype).eps for tensor in self._now.values())
         moved = (now - before).abs() > now.abs().median() * rounding / 16
         return float(moved.float().mean())
+
+    def in_bytes(self, dtype: torch.dtype) -> float:
+        """The share of the sampled weights that the last export has changed at all, rounded to a type; NaN before the second export."""
+        differ = [
+            now.to(dtype) != self._before[name].to(dtype) for name, now in self._now.items() if name in self._before
+        ]
+        return float(torch.cat(differ).float().mean()) if differ else math.nan
 
 
 def untied_weights(model: nn.Module) -> tuple[str, str] | None:
