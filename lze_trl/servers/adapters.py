@@ -46,9 +46,8 @@ def only_adapter(model: nn.Module) -> tuple[str, int]:
     if len(model.active_adapters) != 1:
         raise ValueError(f"{len(model.active_adapters)} adapters are active")
     for name, module in model.named_modules():
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not _is_plain(
-            model, module, beside=False
-        ):
+        is_wrapped = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        if is_wrapped and (isinstance(module, ModulesToSaveWrapper) or not _is_plain(model, module)):
             raise ValueError(f"the adapter of {name!r} ({type(module).__name__}) is not plain LoRA")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_" not in name:
@@ -69,8 +68,8 @@ def deltas(layer: Any) -> list[torch.Tensor]:
     return [whole(layer.get_delta_weight(name)) for name in layer.active_adapters if name in own]
 
 
-def _is_plain(model: PeftModel, module: Any, beside: bool = True) -> bool:
+def _is_plain(model: PeftModel, module: Any) -> bool:
     if isinstance(module, AuxiliaryTrainingWrapper):
-        return beside and isinstance(module, ModulesToSaveWrapper)
+        return isinstance(module, ModulesToSaveWrapper)
     is_lora = isinstance(model.base_model, LoraModel) and isinstance(module, (lora.Linear, lora.Embedding))
     return is_lora and not module.lora_variant and not any(module.lora_bias.values())

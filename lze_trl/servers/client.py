@@ -21,9 +21,7 @@ _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it 
 _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
 _ROUNDING = 1e-3  # by which a log-prob may be above 0
-_LOAD_ADAPTER = "/v1/load_lora_adapter"
 LORA_OPTIONS = "`--enable-lora` and the variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-"""What a server must be started with to load adapters while it runs."""
 # By which a server that ignores new weights is told from one whose log-probs hardly move
 _MOST_SAME_SYNCS = 2
 _LEAST_CHANGED = 0.01  # share of the weights, summed over the syncs
@@ -161,11 +159,10 @@ class VLLMServer:
                 raise ServerError(f"{problem}, and sends us on to {_short(headers.get('location'))}. Name that")
             if status in (429, 503):
                 raise BusyError(problem, _retry_after(headers))
-            if status == 408 or status >= 500:
+            has_lost_adapter = status == 404 and body is not None and body.get("model", self.model) != self.model
+            if status == 408 or status >= 500 or has_lost_adapter:
                 raise ServerError(problem)
-            if status == 404 and (body or {}).get("model", self.model) != self.model:  # an adapter that it has lost
-                raise ServerError(problem)
-            if status == 404 and path not in ("/v1/completions", _LOAD_ADAPTER):
+            if status == 404 and not path.startswith("/v1/"):
                 raise ServerMismatchError(
                     f"{problem}. Start the server as vLLM's OpenAI API server, version 0.32 or later, with the variable "
                     "VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
@@ -200,20 +197,13 @@ class VLLMServer:
         path = "/server_info?config_format=json"
         self.dtype, self.logprobs_mode, self.max_lora_rank = await self._request(http, path, read=settings)
 
-    def check_adapter(self, rank: int):
-        """Raise a [`ServerMismatchError`] if it says that it cannot load a LoRA adapter of a rank while it runs."""
-        if rank > self.max_lora_rank:
-            raise ServerMismatchError(
-                f"the vLLM server {self.url} was started without {LORA_OPTIONS}, or for ranks below {rank} (`--max-lora-rank`)"
-            )
-
     async def complete(
         self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict, vocabulary: int | None = None
     ) -> list[Completion]:
         """`count` completions of a prompt, of the first `vocabulary` tokens, with sampling settings in the server's names."""
         # vLLM refuses `n > 1` when decoding is greedy
         wanted = {"prompt": [prompt] * count} if body["temperature"] == 0 else {"prompt": prompt, "n": count}
-        body = {"model": self.model} | body | wanted | {"logprobs": 0, "return_token_ids": True}
+        body = {"model": self.model, **body, **wanted, "logprobs": 0, "return_token_ids": True}
 
         def completions(answer: dict) -> list[Completion]:
             choices = sorted(answer["choices"], key=itemgetter("index"))
@@ -280,8 +270,8 @@ class VLLMServer:
             return "".join(tokens[-32:]).replace("Ċ", "\n")  # as byte-level vocabularies spell it
         return ""
 
-    async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int], name: str = "") -> list[float]:
-        """Log-probs of `tokens[1:]`, in nats, by the model or an adapter of a name."""
+    async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int], by: str = "") -> list[float]:
+        """Log-probs of `tokens[1:]`, in nats, by the model, or the adapter of a name."""
 
         def logprobs(answer: dict) -> list[float]:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
@@ -289,13 +279,7 @@ class VLLMServer:
             self._refuse_nan(found)
             return [*map(float, found)]
 
-        body = {
-            "model": name or self.model,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
+        body = {"model": by or self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return await self._request(http, "/v1/completions", body, read=logprobs, tokens=len(tokens))
 
     # ---- Weights ----
@@ -312,7 +296,7 @@ class VLLMServer:
         if await self._request(http, "/weight_info", read=itemgetter("weight_version")) == snapshot.version:
             return
         await self._reload(http, snapshot.directory)
-        await self._compare(http, snapshot, self.model)
+        await self._compare(http, snapshot)
         # Last, so that a server which was interrupted anywhere above does not pass for one that holds the weights
         await self._request(http, "/update_weight_version", {"new_version": snapshot.version})
 
@@ -323,23 +307,23 @@ class VLLMServer:
         own = [name for name in names if name.startswith(series)]
         if snapshot.version not in own or self.serving != snapshot.version:
             if not own:
-                await self._compare(http, snapshot, self.model, base, "Without an adapter")
+                await self._compare(http, snapshot, base=base)
             if snapshot.version not in own:
                 body = {"lora_name": snapshot.version, "lora_path": snapshot.directory}
-                await self._load(http, _LOAD_ADAPTER, body, snapshot.directory, LORA_OPTIONS)
+                await self._load(http, "/v1/load_lora_adapter", body, snapshot.directory, LORA_OPTIONS)
             await self._compare(http, snapshot, snapshot.version)
             self.serving = snapshot.version
         for old in {*own} - {snapshot.version}:
             with suppress(RequestRefusedError, ServerMismatchError):  # it has gone already
                 await self._request(http, "/v1/unload_lora_adapter", {"lora_name": old}, read=None)
 
-    async def _load(self, http: httpx2.AsyncClient, path: str, body: dict, directory: str, options: str):
+    async def _load(self, http: httpx2.AsyncClient, path: str, body: dict, where: str, options: str):
         try:
             await self._request(http, path, body, read=None)
         except (ServerError, RequestRefusedError, ServerMismatchError) as error:
             await self._request(http, "/health")  # fails if the server has died, which is another problem
             raise ServerMismatchError(
-                f"The vLLM server {self.url} could not load the weights in {directory}: {error}. Make sure that it was "
+                f"The vLLM server {self.url} could not load the weights in {where}: {error}. Make sure that it was "
                 f"started with {options}, and that it can read the directory: `sync_dir` of `vllm_server_kwargs` must be on "
                 "a file system that trainer and servers share."
             ) from error
@@ -353,14 +337,12 @@ class VLLMServer:
             raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
 
     async def _compare(
-        self,
-        http: httpx2.AsyncClient,
-        snapshot: Snapshot,
-        name: str,
-        base: list[float] | None = None,
-        when: str = "After a weight sync",
+        self, http: httpx2.AsyncClient, snapshot: Snapshot, by: str = "", base: list[float] | None = None
     ):
-        logprobs = await self.prompt_logprobs(http, snapshot.probe, name)
+        logprobs, when = (
+            await self.prompt_logprobs(http, snapshot.probe, by),
+            "Without an adapter" if base else "After a weight sync",
+        )
         self.difference = _mean_difference(logprobs, base or snapshot.reference)
         if not self.difference <= snapshot.tolerance:  # also when it is not a number
             raise ServerMismatchError(

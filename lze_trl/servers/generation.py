@@ -71,9 +71,7 @@ class HTTPGeneration:
         self._syncs = 0
         self._changes = ChangedShare()
         self._changed = math.nan  # share of the weights that the last sync of whole weights has moved
-        self._base: tuple[list[int], list[float]] | None = (
-            None  # fingerprint and log-probs of the model without its adapter
-        )
+        self._base: tuple[list[int], list[float]] | None = None  # fingerprint and log-probs without the adapter
         self._of_version: dict[str, str] = {}  # by what name requests ask for an adapter
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         # Called with the tokens of each prompt and completion, whether it is truncated, and why there is none
@@ -135,7 +133,10 @@ class HTTPGeneration:
                 raise ValueError("`sync` is `merged`")
             adapter, rank = only_adapter(self.model)
             for server in self.pool.servers:
-                server.check_adapter(rank)
+                if rank > server.max_lora_rank:
+                    raise ValueError(
+                        f"the vLLM server {server.url} takes no adapter of rank {rank} (`--max-lora-rank`)"
+                    )
         except ValueError as error:
             return None, self._whole(str(error))
         return adapter, "the LoRA adapter alone"
@@ -174,14 +175,16 @@ class HTTPGeneration:
         """Whether the model without its adapter is another than at the first sync, on any process."""
         own = fingerprint(self.model, without=".lora_")
         if self._base is None:
-            with self.model.disable_adapter():
+            model: Any = self.model
+            with model.disable_adapter():
                 self._base = own, logprobs(self.model, self._probe, self.accelerator.device)
         return any(gather_object([own != self._base[0]]))
 
     def _send(self) -> str | None:
         """Give every server the adapter, or whole weights. Why the servers cannot have the adapter, if they cannot."""
         directory = self._on_main_process(self._next_directory)
-        failure, size, model, where = None, 0, self.model, (self.accelerator, directory, self._dtype)
+        failure, size, where = None, 0, (self.accelerator, directory, self._dtype)
+        model: Any = self.model
         try:
             if self._adapter is None:
                 size = export_weights(model, *where, changes=self._changes)

@@ -70,9 +70,7 @@ def export_adapter(
     """Write a LoRA adapter as PEFT does, and return its bytes, as [`export_weights`] does with whole weights."""
     own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     with _backend(accelerator).gather_params([*own.values()]):
-        tensors = {
-            _WRAPPERS.sub("", name): whole(weight).to("cpu", dtype).contiguous() for name, weight in own.items()
-        }
+        tensors = {_WRAPPERS.sub("", name): whole(weight).to("cpu", dtype) for name, weight in own.items()}
     if not accelerator.is_main_process:
         return 0
     tensors = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
@@ -116,9 +114,8 @@ class ChangedShare:
 
     def in_bytes(self, dtype: torch.dtype) -> float:
         """The share of the sampled weights that the last export has changed at all, rounded to a type; NaN before the second export."""
-        differ = [
-            now.to(dtype) != self._before[name].to(dtype) for name, now in self._now.items() if name in self._before
-        ]
+        before = self._before
+        differ = [now.to(dtype) != before[name].to(dtype) for name, now in self._now.items() if name in before]
         return float(torch.cat(differ).float().mean()) if differ else math.nan
 
 
