@@ -91,7 +91,7 @@ def test_an_adapter_alone_trains_as_merged_weights_do(serve, tmp_path, overlap, 
     assert set(asked.groupby(["name", "prompt"])["count"].sum()) <= {1, 4, 5, 8}
 
 
-def connect(directory, accelerator, server, sync, config, prepare=nothing, **own):
+def connect(directory, accelerator, server, sync, config, prepare=lambda model: None):
     """Generation by a server for a LoRA model that differs from its base model."""
     torch.manual_seed(3)
     model = get_peft_model(tiny.model(), LoraConfig(**LORA | {"init_lora_weights": False} | config))
