@@ -153,7 +153,7 @@ class FakeVLLM:
         cards = [{"id": "fake", "max_model_len": self.max_model_len, "parent": None}]
         cards += [{"id": name, "max_model_len": None, "parent": "fake"} for name in self.adapters]
         match path:
-            case "/v1/completions" if body["model"] not in ("fake", *self.adapters):
+            case "/v1/completions" if body.get("model", "") not in ("", "fake", *self.adapters):
                 return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
             case "/v1/completions":
                 return self._complete(body, fault)
