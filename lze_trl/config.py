@@ -165,6 +165,7 @@ class LZEGRPOConfig(GRPOConfig):
         vllm_server_urls (`list[str]`, *optional*):
             Base URLs of the servers.
         vllm_server_kwargs (`dict[str, Any]`, *optional*):
+            `sync` (`"adapter"` sends the LoRA adapter alone, `"merged"` whole weights; default: the adapter where servers load it),
             `sync_dir` (a directory for weights that all see at the same path; default: shared memory on one host),
             `sync_tolerance` (largest mean difference of log-probs in nats; default: 1e-3 in float32, else 0.05),
             `max_concurrent_requests` (64, for each server), `request_timeout` (1800 s) and `recovery_timeout` (600 s).

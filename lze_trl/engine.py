@@ -777,6 +777,10 @@ class Engine:
 
     # ---- Servers and checkpoints ----
 
+    def weights_changed(self) -> tuple[float, bool]:
+        """What the last weight sync has moved, see [`~lze_trl.servers.generation.HTTPGeneration.weights_changed`]."""
+        return self._trainer.vllm_generation.weights_changed() if self.over_http else (math.nan, False)
+
     def connect(self, generation: Any):
         """Generate by vLLM servers over HTTP."""
         trainer = self._trainer

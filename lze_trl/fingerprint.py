@@ -5,15 +5,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 
-def fingerprint(model: nn.Module) -> list[int]:
+def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
     """
-    Fingerprint the weights and buffers that this process holds, of a model that DeepSpeed ZeRO-3 or FSDP may have sharded.
+    Fingerprint the weights and buffers that this process holds, of a model that DeepSpeed ZeRO-3 or FSDP may have sharded. Those
+    that have `without` in their names are left out.
 
     It depends on every bit, so it sees an update however small, and one that PyTorch's version counters miss (through `.data`).
     One read of the weights: about 0.5 ms for each GB on a GPU, 0.15 s for each GB on a CPU core.
     """
     hashes: list[torch.Tensor] = []
-    for tensor in (*model.parameters(), *model.buffers()):
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if without is not None and without in name:
+            continue
         local = vars(tensor).get("ds_tensor", tensor).detach()  # ZeRO-3 keeps the shard there
         flat = (local.to_local() if isinstance(local, DTensor) else local).reshape(-1)
         flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat  # float8 has no hash

@@ -29,6 +29,7 @@ class SelectorSettings:
 class ServerSettings:
     """`vllm_server_kwargs`."""
 
+    sync: Literal["adapter", "merged", None] = None
     sync_dir: str | None = None
     sync_tolerance: float | None = None
     max_concurrent_requests: int = 64

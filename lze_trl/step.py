@@ -175,12 +175,17 @@ class GenerationStep:
         self.ledger.visits_skipped += len(pending.plan.skipped)
         self.ledger.rows_given_up += pending.rows_given_up
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
+        moved, in_bfloat16 = engine.weights_changed()
+        if not np.isnan(moved):
+            engine.metrics["lze/weights_changed"].append(moved)
         if drawn is None:
             return self._nothing(pending.plan, engine)
         with timed("selection"):
             forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
-            self.advice.see(drawn, drawn.prompts.cause, forecasts, engine.learning_rate)
+            self.advice.see(
+                drawn, drawn.prompts.cause, forecasts, engine.learning_rate, moved if in_bfloat16 else np.nan
+            )
             chosen = self._select(drawn, wanted)
             weights = ask_keep(self.controller, drawn, self._rng("keep"))
             # Rows without a loss token, as of truncated completions, only fill micro-batches

@@ -24,8 +24,9 @@ port=8000
 logs=()  # by process id
 for gpu in ${1//,/ }; do
     log=vllm-$host-$port.log
-    # Weight reloading is one of vLLM's development endpoints; they load from any path, for anyone who reaches them
-    CUDA_VISIBLE_DEVICES=$gpu VLLM_SERVER_DEV_MODE=1 "$vllm" serve "$2" --host "$host" --port "$port" \
+    # Weight reloading is one of vLLM's development endpoints; they load from any path, for anyone who reaches them. With
+    # `--enable-lora`, adapters are loaded while it runs
+    CUDA_VISIBLE_DEVICES=$gpu VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 "$vllm" serve "$2" --host "$host" --port "$port" \
         --logprobs-mode processed_logprobs --max-logprobs -1 "${@:3}" >"$log" 2>&1 &
     logs[$!]=$log
     echo "http://$host:$port: GPU $gpu, log in $log"

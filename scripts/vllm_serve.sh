@@ -20,7 +20,7 @@ case " $* " in
 esac
 
 # Weight reloading is one of vLLM's development endpoints; they are for trusted machines, hence the loopback address
-export VLLM_SERVER_DEV_MODE=1
+export VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1  # the latter with `--enable-lora`
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 export VLLM_CPU_OMP_THREADS_BIND=${VLLM_CPU_OMP_THREADS_BIND:-nobind}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} VLLM_NO_USAGE_STATS=1

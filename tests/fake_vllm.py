@@ -57,9 +57,18 @@ class FakeVLLM:
     max_model_len = 32
 
     def __init__(
-        self, port: int = 0, vocab_size: int = 10**6, host: str = "127.0.0.1", dtype: object = "torch.float32"
+        self,
+        port: int = 0,
+        vocab_size: int = 10**6,
+        host: str = "127.0.0.1",
+        dtype: object = "torch.float32",
+        lora: int = 0,
     ):
-        self.vocab_size, self.dtype = vocab_size, str(dtype)
+        self.vocab_size, self.dtype, self.lora = (
+            vocab_size,
+            str(dtype),
+            lora,
+        )  # the highest rank of adapters that it loads
         self.faults: dict[str, list] = {}  # by path, used up one a request
         self.always: Callable[[str, dict], object] = lambda path, body: (
             None
@@ -94,6 +103,7 @@ class FakeVLLM:
             do_GET = do_POST  # noqa: N815
 
         self.version, self.loads, self.engine_dead = "default", 0, False  # a dead engine fails every request
+        self.adapters: dict[str, str] = {}  # name and directory
         self.connections: set[socket.socket] = set()
         self._http = ThreadingHTTPServer((self._host, self._port), Handler)
         self._http.daemon_threads = True
@@ -130,7 +140,7 @@ class FakeVLLM:
             with self._lock:
                 self.running -= path == "/v1/completions"
 
-    def _outcome(self, path: str, body: dict, fault) -> tuple[int, dict | None]:
+    def _outcome(self, path: str, body: dict, fault) -> tuple[int, dict | str | None]:
         if fault == SILENT_503 or (self.engine_dead and path == "/health"):
             return 503, None
         if self.engine_dead:
@@ -140,15 +150,29 @@ class FakeVLLM:
         if isinstance(fault, int):
             return fault, {"error": {"message": f"fault {fault} on command"}}
         config = {"dtype": self.dtype, "logprobs_mode": "processed_logprobs"}
-        card = {"id": "fake", "max_model_len": self.max_model_len, "parent": None}
+        cards = [{"id": "fake", "max_model_len": self.max_model_len, "parent": None}]
+        cards += [{"id": name, "max_model_len": None, "parent": "fake"} for name in self.adapters]
         match path:
+            case "/v1/completions" if body.get("model", "") not in ("", "fake", *self.adapters):
+                return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
             case "/v1/completions":
                 return self._complete(body, fault)
+            case "/v1/load_lora_adapter" if self.lora:
+                if body["lora_name"] in self.adapters:
+                    return 400, {"error": {"message": f"{body['lora_name']} has already been loaded."}}
+                self.adapters[body["lora_name"]] = body["lora_path"]
+                self.loads += 1
+                return 200, "Success: added."
+            case "/v1/unload_lora_adapter" if self.lora:
+                known = self.adapters.pop(body["lora_name"], None) is not None
+                return (200, "Success: removed.") if known else (404, {"error": {"message": "cannot be found"}})
             case "/collective_rpc":
                 self.loads += 1
             case "/update_weight_version":
                 self.version = body["new_version"]
-        answers = {"/v1/models": {"data": [card]}, "/server_info": {"vllm_config": {"model_config": config}}}
+        own = {"model_config": config, "lora_config": {"max_lora_rank": self.lora} if self.lora else None}
+        info = {"vllm_config": own, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": bool(self.lora)}}
+        answers = {"/v1/models": {"data": cards}, "/server_info": info}
         answers |= {"/weight_info": {"weight_version": self.version}, "/collective_rpc": {"results": [None]}}
         answers |= {"/reset_prefix_cache": {"success": fault != "busy"}, "/update_weight_version": {}, "/health": {}}
         return (200, answers[path]) if path in answers else (404, {"error": {"message": "no such path"}})
@@ -170,8 +194,8 @@ class FakeVLLM:
         # Any order: the client has to look at the index
         return 200, {"choices": choices[::-1][fault == SHORT :]}
 
-    def _respond(self, handler: BaseHTTPRequestHandler, status: int, content: dict | None, fault):
-        data = b"" if content is None else json.dumps(content).encode()
+    def _respond(self, handler: BaseHTTPRequestHandler, status: int, content: dict | str | None, fault):
+        data = (content if isinstance(content, str) else json.dumps(content)).encode() if content else b""
         if fault == RESET:
             handler.close_connection = True
             _cut(handler.connection)

@@ -40,7 +40,7 @@ ROOMS = {
     "plan": "batch memory seeding select",
     "rollout": "batch memory plan seeding",
     "record": "batch files memory redaction version",
-    "servers": "redaction",
+    "servers": "fingerprint redaction",
     "remote": "record",
     "rewards": "names",
     "data": "memory names prompt_checks redaction rewards",

@@ -1,17 +1,14 @@
 """What the trainer sees of generation over HTTP: rows, groups, settings, errors."""
 
-import copy
 import gc
 import inspect
 import socket
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -22,6 +19,7 @@ from fake_vllm import FakeVLLM, http_settings
 from lze_trl.servers import sync, weights
 from lze_trl.servers.client import RequestRefusedError, ServerMismatchError, VLLMServer
 from lze_trl.servers.generation import HTTPGeneration
+from policy_vllm import PolicyVLLM, load_weights
 from seeded_vllm import SeededVLLM
 
 
@@ -193,10 +191,6 @@ class WatchingVLLM(SeededVLLM):
         return super()._complete(body, fault)
 
 
-def load_weights(directory) -> dict[str, torch.Tensor]:
-    return {n: t for file in Path(directory).glob("*.safetensors") for n, t in load_file(file).items()}
-
-
 class Overwrites(TrainerCallback):
     """Replaces the weights in two ways that no step is part of."""
 
@@ -232,31 +226,10 @@ def test_servers_generate_with_the_weights_as_they_are_whatever_has_changed_them
     assert server.loads == loads + 1  # the callback has changed them after each evaluation
 
 
-class ComputingVLLM(FakeVLLM):
-    """Computes the log-probs of prompts with the weights that it has loaded, in a precision; if `deaf`, it loads none of them."""
-
-    def __init__(self, model, dtype: torch.dtype, deaf: bool):
-        self.model, self.deaf = copy.deepcopy(model).to(dtype), deaf
-        super().__init__(vocab_size=len(tiny.tokenizer()), dtype=dtype)
-
-    def _outcome(self, path, body, fault):
-        if path == "/collective_rpc" and not self.deaf:
-            self.model.load_state_dict(load_weights(body["kwargs"]["weights_path"]))
-        return super()._outcome(path, body, fault)
-
-    def _complete(self, body, fault):
-        ids = torch.tensor([body["prompt"]])
-        logprobs = self.model(ids).logits.float().log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])
-        entries = [
-            {str(token): {"logprob": p}} for token, p in zip(body["prompt"][1:], logprobs[:, 0].tolist(), strict=True)
-        ]
-        return 200, {"choices": [{"index": 0, "prompt_logprobs": [None, *entries]}]}
-
-
-def synced(directory, accelerator, dtype, deaf, rate, steps, peft=None) -> int:
+def synced(directory, accelerator, dtype, deaf, rate, steps, peft=None, lora=0) -> int:
     """Steps of Adam's size until a server is refused."""
     model = tiny.model()
-    server = ComputingVLLM(model, dtype, deaf)
+    server = PolicyVLLM(model, dtype, deaf, lora=lora)
     model = model if peft is None else get_peft_model(model, peft)
     own = {
         "vllm_server_kwargs": {"sync_dir": str(directory)},
@@ -284,23 +257,28 @@ ADAPTER = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=4)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rate", "peft"),
+    ("dtype", "rate", "peft", "lora"),
     [
-        (torch.float32, 1e-5, None),
-        (torch.float32, 1e-6, None),
-        (torch.float32, 1e-4, ADAPTER),
-        (torch.bfloat16, 1e-5, None),
-        (torch.bfloat16, 1e-4, ADAPTER),
+        (torch.float32, 1e-5, None, 0),
+        (torch.float32, 1e-6, None, 0),
+        (torch.float32, 1e-4, ADAPTER, 0),
+        (torch.bfloat16, 1e-5, None, 0),
+        (torch.bfloat16, 1e-4, ADAPTER, 0),
+        (torch.float32, 3e-3, ADAPTER, 2),
+        (torch.bfloat16, 2e-2, ADAPTER, 2),
     ],
 )
-def test_a_server_that_ignores_weights_is_refused_within_a_few_syncs(dtype, rate, peft, accelerator, tmp_path):
-    assert synced(tmp_path, accelerator, dtype, True, rate, 9, peft) <= 6
+def test_a_server_that_ignores_weights_is_refused_within_a_few_syncs(dtype, rate, peft, lora, accelerator, tmp_path):
+    assert synced(tmp_path, accelerator, dtype, True, rate, 9, peft, lora) <= 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rate", [0.0, 1e-12, 1e-8, 1e-5])
-def test_a_server_that_loads_weights_is_never_refused_however_little_they_change(dtype, rate, accelerator, tmp_path):
-    assert synced(tmp_path, accelerator, dtype, False, rate, 7) == 7
+@pytest.mark.parametrize("peft", [None, ADAPTER])
+def test_a_server_that_loads_weights_is_never_refused_however_little_they_change(
+    dtype, rate, peft, accelerator, tmp_path
+):
+    assert synced(tmp_path, accelerator, dtype, False, rate, 7, peft, lora=2) == 7
 
 
 def test_tied_weights_that_adapters_part_are_refused_before_a_server_is_asked(accelerator):

@@ -17,6 +17,7 @@ PATIENCE = 50
 _FEW = 10  # are enough where every group was dead
 _OF_GROUPS = 0.2  # share of the groups that one cause must have killed
 _MOST = 0.5  # share of rows, or groups, from which a sentence is due
+_MOVES = 1e-3  # share of weights that move in an update, below which most of it is lost in rounding
 _WORTH = 0.9  # price below which another strategy is named
 _FULL = 0.95  # share of its range from which a reward is at its highest
 _CHANCE = 0.1  # share of dead groups that pass rates which differ may add to what chance makes dead
@@ -24,7 +25,8 @@ _ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
 # What is said first: causes of which the first makes the others beside the point
 _SEVERITY = (
-    *("collapsed", "learning_rate", "unscored", "weights", "constant", "reward", "failed", "cut_off", "same_text"),
+    *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed"),
+    *("cut_off", "same_text"),
     *("group_size", "hopeless", "solved", "equal", "shaping", "logprobs", "left_out", "gate"),
 )
 _CURES = {
@@ -69,23 +71,16 @@ class Advice:
         of_funcs = [
             f"{kind}.{i}" for kind in ("low", "high", "mean", "without") for i in range(len(self.reward_names))
         ]
-        of_batch = (
-            "dead",
-            "dead_whole",
-            "stopped",
-            "one_text",
-            "empty",
-            "outcome",
-            "graded",
-            "cut_off_rows",
-            "failed",
-        )
-        return [*CAUSES, *of_batch, "rate", "price", "blind", *of_funcs]
+        of_batch = "dead dead_whole stopped one_text empty outcome graded cut_off_rows failed rate moved price blind"
+        return [*CAUSES, *of_batch.split(), *of_funcs]
 
-    def see(self, batch: Batch, causes: np.ndarray, forecasts: np.ndarray, learning_rate: float):
+    def see(
+        self, batch: Batch, causes: np.ndarray, forecasts: np.ndarray, learning_rate: float, moved: float = np.nan
+    ):
         """
         Enter a generation batch that was scored. `causes` are those of [`~lze_trl.record.causes.causes`], and `forecasts` the
-        probabilities of being alive that were known before it; both of shape `(P,)`.
+        probabilities of being alive that were known before it; both of shape `(P,)`. `moved` is the share of the weights in bfloat16
+        that differ from those of the batch before, NaN if it is not known.
         """
         rewards, group, count = batch.rewards_per_func, batch.group, batch.num_groups
         rows = batch.rows.cut_off if "cut_off" in batch.rows else np.zeros(1)
@@ -105,6 +100,7 @@ class Advice:
             "cut_off_rows": rows.mean(),
             "failed": batch.failed.mean() if "failed" in batch.rows else 0.0,
             "rate": learning_rate,
+            "moved": moved,
             "price": self._price(batch, forecasts),
             "blind": np.isnan(batch.logprobs).all(),
             **{f"low.{i}": column.min(initial=np.inf) for i, column in enumerate(known)},
@@ -132,10 +128,7 @@ class Advice:
 
     def lines(self, ended: bool = False) -> dict[str, str]:
         """Sentences by their cause, the most severe first. Once a run has `ended`, its batches are enough even if they are few."""
-        return self._ordered(self._lines(ended))
-
-    @staticmethod
-    def _ordered(said: dict[str, str]) -> dict[str, str]:
+        said = self._lines(ended)
         return {cause: said[cause] for cause in sorted(said, key=lambda name: _SEVERITY.index(name.partition(".")[0]))}
 
     def _lines(self, ended: bool) -> dict[str, str]:
@@ -251,6 +244,13 @@ class Advice:
             said["learning_rate"] = (
                 f"The learning rate was 0 in each of the last {batches}: no weight changes. Set `learning_rate`, and check the "
                 "warmup and the scheduler."
+            )
+        moved = table["moved"][~np.isnan(table["moved"])]
+        if len(moved) >= _FEW and moved.mean() < _MOVES:
+            said["bfloat16"] = (
+                f"Only {moved.mean():.2%} of the weights moved between two batches of the last {batches}, in bfloat16: rounding swallows "
+                "updates, and servers sample from weights that lag behind. Raise `learning_rate`; or keep the weights in float32, the "
+                "servers' too (`--dtype float32`); or use float16 (`fp16`)."
             )
         if table["failed"].any():
             said["failed"] = (

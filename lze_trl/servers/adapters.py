@@ -39,6 +39,23 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lor
             yield base_name, parameter, layers.get(name)
 
 
+def only_adapter(model: nn.Module) -> tuple[str, int]:
+    """Name and highest rank of the LoRA adapter that is all that is trained, as vLLM serves it; a `ValueError` if there is none."""
+    if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
+        raise ValueError("no LoRA adapter is trained")
+    if len(model.active_adapters) != 1:
+        raise ValueError(f"{len(model.active_adapters)} adapters are active")
+    for name, module in model.named_modules():
+        is_wrapped = isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        if is_wrapped and (isinstance(module, ModulesToSaveWrapper) or not _is_plain(model, module)):
+            raise ValueError(f"the adapter of {name!r} ({type(module).__name__}) is not plain LoRA")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_" not in name:
+            raise ValueError(f"{name!r} is trained beside the LoRA adapter")
+    config: Any = model.peft_config[model.active_adapters[0]]
+    return model.active_adapters[0], max(config.r, *config.rank_pattern.values(), 1)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, put together if FSDP2 has sharded it."""
     tensor = tensor.detach()

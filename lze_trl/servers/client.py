@@ -21,6 +21,7 @@ _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it 
 _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
 _ROUNDING = 1e-3  # by which a log-prob may be above 0
+LORA_OPTIONS = "`--enable-lora` and the variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 # By which a server that ignores new weights is told from one whose log-probs hardly move
 _MOST_SAME_SYNCS = 2
 _LEAST_CHANGED = 0.01  # share of the weights, summed over the syncs
@@ -84,6 +85,8 @@ class Snapshot:
     reference: list[float]  # the trainer's log-probs of `probe[1:]`
     tolerance: float  # largest mean absolute difference of the log-probs
     changed: float = 1.0  # share of the weights that have moved since the snapshot before
+    # Of a LoRA adapter, which the servers hold beside their base model by the name `version`: the log-probs without it
+    base: list[float] | None = None
 
 
 class VLLMServer:
@@ -107,7 +110,9 @@ class VLLMServer:
         self.url = without_secrets(self._base)  # as it is shown
         self.host, self.request_timeout = str(parts.hostname), request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
+        self.serving = ""  # the name by which the weights of the last load are asked for: the model's, or an adapter's
         self.max_model_len = 0
+        self.max_lora_rank = 0  # of adapters that it can load while it runs
         # Log-probs that are the same for one snapshot after another: the first of these, and of the others version and `changed`
         self._same: tuple[list[float], Snapshot, dict[str, float]] | None = None
         self._chat_end: str | None = None  # of a rendered conversation, once it was asked for
@@ -127,10 +132,10 @@ class VLLMServer:
         http: httpx2.AsyncClient,
         path: str,
         body: dict | None = None,
-        read: Callable = lambda answer: answer,
+        read: Callable | None = lambda answer: answer,
         tokens: int = 0,
     ) -> Any:
-        """Send a request, as a POST if it has a body; what `read` finds in the JSON of the answer, which is about so many `tokens`."""
+        """Send a request, as a POST if it has a body; what `read` finds in the JSON of the answer, if any, of about so many `tokens`."""
         method = "GET" if body is None else "POST"
         where, limit = f"{method} {self.url}{path}", _BYTES + _BYTES_OF_TOKEN * tokens
         content = bytearray()
@@ -154,16 +159,17 @@ class VLLMServer:
                 raise ServerError(f"{problem}, and sends us on to {_short(headers.get('location'))}. Name that")
             if status in (429, 503):
                 raise BusyError(problem, _retry_after(headers))
-            if status == 408 or status >= 500:
+            has_lost_adapter = status == 404 and body is not None and body.get("model", self.model) != self.model
+            if status == 408 or status >= 500 or has_lost_adapter:
                 raise ServerError(problem)
-            if status == 404 and path != "/v1/completions":
+            if status == 404 and not path.startswith("/v1/"):
                 raise ServerMismatchError(
                     f"{problem}. Start the server as vLLM's OpenAI API server, version 0.32 or later, with the variable "
                     "VLLM_SERVER_DEV_MODE=1, which makes it serve weight reloading."
                 )
             raise (RequestRefusedError if status in (400, 413, 422) else ServerMismatchError)(problem)
         try:
-            return read(json.loads(content) if content else {})
+            return read and read(json.loads(content) if content else {})
         except ServerMismatchError:
             raise
         except _MISREADINGS as error:
@@ -178,15 +184,18 @@ class VLLMServer:
             return card["id"], int(card["max_model_len"])
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
+        self.serving = self.model
         if not trains:
             return
 
-        def settings(info: dict) -> tuple[str, str]:
-            config = info["vllm_config"]["model_config"]
-            return config["dtype"].removeprefix("torch."), config["logprobs_mode"]
+        def settings(info: dict) -> tuple[str, str, int]:
+            config, lora = info["vllm_config"]["model_config"], info["vllm_config"].get("lora_config")
+            loads = lora and info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"]
+            rank = int(lora["max_lora_rank"]) if loads else 0
+            return config["dtype"].removeprefix("torch."), config["logprobs_mode"], rank
 
         path = "/server_info?config_format=json"
-        self.dtype, self.logprobs_mode = await self._request(http, path, read=settings)
+        self.dtype, self.logprobs_mode, self.max_lora_rank = await self._request(http, path, read=settings)
 
     async def complete(
         self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict, vocabulary: int | None = None
@@ -194,7 +203,7 @@ class VLLMServer:
         """`count` completions of a prompt, of the first `vocabulary` tokens, with sampling settings in the server's names."""
         # vLLM refuses `n > 1` when decoding is greedy
         wanted = {"prompt": [prompt] * count} if body["temperature"] == 0 else {"prompt": prompt, "n": count}
-        body = body | wanted | {"model": self.model, "logprobs": 0, "return_token_ids": True}
+        body = {"model": self.model, **body, **wanted, "logprobs": 0, "return_token_ids": True}
 
         def completions(answer: dict) -> list[Completion]:
             choices = sorted(answer["choices"], key=itemgetter("index"))
@@ -250,7 +259,7 @@ class VLLMServer:
             end = "" if is_text or parsed else self._chat_end or ""
             return Output(text, int(answer["usage"]["completion_tokens"]), _check_reason(choice) == "length", end)
 
-        body = body | {"model": self.model, "prompt" if is_text else "messages": prompt}
+        body = body | {"model": self.serving, "prompt" if is_text else "messages": prompt}
         return await self._request(http, path, body, read, tokens=body.get("max_tokens") or self.max_model_len)
 
     async def _end_of_chat(self, http: httpx2.AsyncClient, messages: list[dict[str, str]]) -> str:
@@ -261,8 +270,8 @@ class VLLMServer:
             return "".join(tokens[-32:]).replace("Ċ", "\n")  # as byte-level vocabularies spell it
         return ""
 
-    async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int]) -> list[float]:
-        """Log-probs of `tokens[1:]`, in nats."""
+    async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int], by: str = "") -> list[float]:
+        """Log-probs of `tokens[1:]`, in nats, by the model, or the adapter of a name."""
 
         def logprobs(answer: dict) -> list[float]:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
@@ -270,7 +279,7 @@ class VLLMServer:
             self._refuse_nan(found)
             return [*map(float, found)]
 
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {"model": by or self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return await self._request(http, "/v1/completions", body, read=logprobs, tokens=len(tokens))
 
     # ---- Weights ----
@@ -280,6 +289,10 @@ class VLLMServer:
         Load and check the weights of a snapshot, unless the server has them already. Raises [`ServerMismatchError`] if it
         cannot load them, or computes other log-probs than the trainer with them.
         """
+        if snapshot.base is not None:
+            await self._hold_adapter(http, snapshot, snapshot.base)
+            return
+        self.serving = self.model
         if await self._request(http, "/weight_info", read=itemgetter("weight_version")) == snapshot.version:
             return
         await self._reload(http, snapshot.directory)
@@ -287,34 +300,60 @@ class VLLMServer:
         # Last, so that a server which was interrupted anywhere above does not pass for one that holds the weights
         await self._request(http, "/update_weight_version", {"new_version": snapshot.version})
 
-    async def _reload(self, http: httpx2.AsyncClient, directory: str):
-        body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+    async def _hold_adapter(self, http: httpx2.AsyncClient, snapshot: Snapshot, base: list[float]):
+        """Load and check an adapter, unless the server has it already, and unload older ones. One that has none has (re)started."""
+        names = await self._request(http, "/v1/models", read=lambda answer: [card["id"] for card in answer["data"]])
+        series = snapshot.version.rpartition("-")[0] + "-"
+        own = [name for name in names if name.startswith(series)]
+        if snapshot.version not in own or self.serving != snapshot.version:
+            if not own:
+                await self._compare(http, snapshot, base=base)
+            if snapshot.version not in own:
+                body = {"lora_name": snapshot.version, "lora_path": snapshot.directory}
+                await self._load(http, "/v1/load_lora_adapter", body, snapshot.directory, LORA_OPTIONS)
+            await self._compare(http, snapshot, snapshot.version)
+            self.serving = snapshot.version
+        for old in {*own} - {snapshot.version}:
+            with suppress(RequestRefusedError, ServerMismatchError):  # it has gone already
+                await self._request(http, "/v1/unload_lora_adapter", {"lora_name": old}, read=None)
+
+    async def _load(self, http: httpx2.AsyncClient, path: str, body: dict, where: str, options: str):
         try:
-            await self._request(http, "/collective_rpc", body)
-        except ServerError as error:
+            await self._request(http, path, body, read=None)
+        except (ServerError, RequestRefusedError, ServerMismatchError) as error:
             await self._request(http, "/health")  # fails if the server has died, which is another problem
             raise ServerMismatchError(
-                f"The vLLM server {self.url} could not load the weights in {directory}: {error}. Make sure that it was "
-                "started with the model that is trained, and that it can read the directory: `sync_dir` of `vllm_server_kwargs` must be on "
+                f"The vLLM server {self.url} could not load the weights in {where}: {error}. Make sure that it was "
+                f"started with {options}, and that it can read the directory: `sync_dir` of `vllm_server_kwargs` must be on "
                 "a file system that trainer and servers share."
             ) from error
+
+    async def _reload(self, http: httpx2.AsyncClient, directory: str):
+        body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        await self._load(http, "/collective_rpc", body, directory, "the model that is trained")
         # Requests that nobody waits for any more may still be running
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not await self._request(http, path, {}, read=itemgetter("success")):
             raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
 
-    async def _compare(self, http: httpx2.AsyncClient, snapshot: Snapshot):
-        logprobs = await self.prompt_logprobs(http, snapshot.probe)
-        self.difference = _mean_difference(logprobs, snapshot.reference)
+    async def _compare(
+        self, http: httpx2.AsyncClient, snapshot: Snapshot, by: str = "", base: list[float] | None = None
+    ):
+        logprobs, when = (
+            await self.prompt_logprobs(http, snapshot.probe, by),
+            "Without an adapter" if base else "After a weight sync",
+        )
+        self.difference = _mean_difference(logprobs, base or snapshot.reference)
         if not self.difference <= snapshot.tolerance:  # also when it is not a number
             raise ServerMismatchError(
-                f"After a weight sync, the log-probs of the vLLM server {self.url} (model {self.model!r} in {self.dtype}) "
+                f"{when}, the log-probs of the vLLM server {self.url} (model {self.model!r} in {self.dtype}) "
                 f"differ from the trainer's by {self.difference:.2e} nats on average, and `sync_tolerance` is "
                 f"{snapshot.tolerance:g}. Check that it serves the model that is trained, without quantization or adapters, "
                 f"and that every weight is in {snapshot.directory}, `lm_head.weight` included. If only the precision "
-                "differs, raise the tolerance."
+                "differs, raise the tolerance. Whole weights that it was sent stay until it starts again."
             )
-        self._refuse_unchanged_answers(snapshot, logprobs)
+        if base is None:
+            self._refuse_unchanged_answers(snapshot, logprobs)
 
     def _refuse_unchanged_answers(self, snapshot: Snapshot, logprobs: list[float]):
         """
@@ -327,7 +366,9 @@ class VLLMServer:
         if snapshot.version != first.version:
             changed[snapshot.version] = snapshot.changed
         moved, total = _mean_difference(snapshot.reference, first.reference), sum(changed.values())
-        if len(changed) >= _MOST_SAME_SYNCS and total >= _LEAST_CHANGED and moved >= _LEAST_MOVED:
+        # What an adapter adds is rounded where it is added, however much of it has changed
+        least = _LEAST_MOVED if snapshot.base is None else snapshot.tolerance / 10
+        if len(changed) >= _MOST_SAME_SYNCS and total >= _LEAST_CHANGED and moved >= least:
             raise ServerMismatchError(
                 f"The vLLM server {self.url} says that it has loaded new weights, but its log-probs were the same after {len(changed)} "
                 f"syncs in a row, in which {total / len(changed):.1%} of the weights changed each time and the trainer's log-probs moved by "

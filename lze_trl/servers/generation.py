@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import logging
+import math
 import shutil
 import threading
 import time
@@ -17,14 +18,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from .client import Completion, Snapshot
+from ..fingerprint import fingerprint
+from .adapters import only_adapter
+from .client import LORA_OPTIONS, Completion, ServerMismatchError, Snapshot
 from .pool import Group, ServerPool, Serving
 from .sync import logprobs, probe_tokens, shared_directory, tolerance_for
-from .weights import ChangedShare, base_model, export_weights, untied_weights
+from .weights import ChangedShare, base_model, export_adapter, export_weights, untied_weights
 
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,9 @@ class HTTPGeneration:
         self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
         self._syncs = 0
         self._changes = ChangedShare()
+        self._changed = math.nan  # share of the weights that the last sync of whole weights has moved
+        self._base: tuple[list[int], list[float]] | None = None  # fingerprint and log-probs without the adapter
+        self._of_version: dict[str, str] = {}  # by what name requests ask for an adapter
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         # Called with the tokens of each prompt and completion, whether it is truncated, and why there is none
         self.note: Callable[[list[int], list[int], bool, str | None], None] = lambda *word: None
@@ -98,9 +104,12 @@ class HTTPGeneration:
             )
         self.pool = ServerPool(args.vllm_server_urls, *limits)
         self._vocabulary = base_model(model).config.get_text_config().vocab_size
-        self._probe, self._dtype, self.context_length = self._on_main_process(self._connect)
+        found = self._on_main_process(self._connect)
+        self._probe, self._dtype, self.context_length, self._adapter, self._sends = found
+        in_bfloat16 = torch.bfloat16 in (self._dtype, base_model(model).dtype) or accelerator.mixed_precision == "bf16"
+        self._precision = torch.bfloat16 if in_bfloat16 else self._dtype
 
-    def _connect(self) -> tuple[list[int], torch.dtype, int]:
+    def _connect(self) -> tuple[list[int], torch.dtype, int, str | None, str]:
         base = base_model(self.model)
         self.pool.connect(self.args.vllm_server_timeout, trains=True)
         servers = self.pool.servers
@@ -115,7 +124,31 @@ class HTTPGeneration:
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)  # with the trainer, or the program
         context_length = min(server.max_model_len for server in servers)
         probe = probe_tokens(base, self.processing_class, context_length)
-        return probe, getattr(torch, servers[0].dtype), context_length
+        return probe, getattr(torch, servers[0].dtype), context_length, *self._choose()
+
+    def _choose(self) -> tuple[str | None, str]:
+        """The adapter that is sent alone, if it can be, and what is sent in words."""
+        try:
+            if self.args.vllm_server_kwargs["sync"] == "merged":
+                raise ValueError("`sync` is `merged`")
+            adapter, rank = only_adapter(self.model)
+            for server in self.pool.servers:
+                if rank > server.max_lora_rank:
+                    raise ValueError(
+                        f"the vLLM server {server.url} takes no adapter of rank {rank} (`--max-lora-rank`)"
+                    )
+        except ValueError as error:
+            return None, self._whole(str(error))
+        return adapter, "the LoRA adapter alone"
+
+    def _whole(self, why: str) -> str:
+        """Say why whole weights are sent, or refuse it where the adapter was asked for by name."""
+        if self.args.vllm_server_kwargs["sync"] == "adapter":
+            raise ServerMismatchError(
+                f"`sync: adapter` of `vllm_server_kwargs` is not possible: {why.rstrip('.')}. Start each vLLM server with {LORA_OPTIONS}, on the base "
+                "model that is trained; or leave `sync` out, and whole weights are sent where an adapter cannot be."
+            )
+        return f"whole weights, because {why.rstrip('.')}"
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to go on with the same seeds."""
@@ -131,38 +164,82 @@ class HTTPGeneration:
         """
         self.before_sync()
         self.give_up()  # what is still under way would be of two versions
+        if self._adapter is not None:
+            why = "the weights of its base model have changed" if self._base_has_changed() else self._send()
+            if why is None:
+                return
+            self._adapter, self._base, self._of_version, self._sends = None, None, {}, self._whole(why)
+        self._send()
+
+    def _base_has_changed(self) -> bool:
+        """Whether the model without its adapter is another than at the first sync, on any process."""
+        own = fingerprint(self.model, without=".lora_")
+        if self._base is None:
+            model: Any = self.model
+            with model.disable_adapter():
+                self._base = own, logprobs(self.model, self._probe, self.accelerator.device)
+        return any(gather_object([own != self._base[0]]))
+
+    def _send(self) -> str | None:
+        """Give every server the adapter, or whole weights. Why the servers cannot have the adapter, if they cannot."""
         directory = self._on_main_process(self._next_directory)
-        failure = None
+        failure, size, where = None, 0, (self.accelerator, directory, self._dtype)
+        model: Any = self.model
         try:
-            export_weights(self.model, self.accelerator, directory, dtype=self._dtype, changes=self._changes)
+            if self._adapter is None:
+                size = export_weights(model, *where, changes=self._changes)
+            else:
+                size = export_adapter(model, self._adapter, *where)
         except Exception as error:  # perhaps on the main process alone, while the others go on
             failure = error
             failure.add_note(f"If `{directory}` is full, give another one: `vllm_server_kwargs={{'sync_dir': ...}}`.")
         reference = logprobs(self.model, self._probe, self.accelerator.device)
 
-        def load():
+        def load() -> tuple[str | None, float]:
             if failure is not None:
                 raise failure
-            tolerance = self.args.vllm_server_kwargs["sync_tolerance"]
-            if tolerance is None:
-                tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
-            version = f"{directory.parent.name}-{self._syncs}"
-            changed = self._changes.share()
-            self.pool.load(Snapshot(version, str(directory), self._probe, reference, tolerance, changed))
+            kwargs = self.args.vllm_server_kwargs
+            if (tolerance := kwargs["sync_tolerance"]) is None:
+                tolerance = tolerance_for(model, self.accelerator, self.pool.servers)
+            changed, base = (1.0, self._base[1]) if self._base else (self._changes.share(), None)
+            compared = self._probe, reference, tolerance, changed, base
+            try:
+                self.pool.load(Snapshot(directory.name, str(directory), *compared))
+            except ServerMismatchError as error:
+                if self._adapter is None:
+                    raise
+                return str(error), math.nan
+            if self._sends:
+                unwanted = is_peft_model(model) and self._adapter is None and kwargs["sync"] is None
+                level = logging.WARNING if unwanted else logging.INFO
+                logger.log(level, "A weight sync sends %.2f MB: %s.", size / 1e6, self._sends)
+                self._sends = ""
+            return None, self._changes.in_bytes(self._precision)
 
-        self._on_main_process(load)
+        why, self._changed = self._on_main_process(load)
         if failure is not None:  # on this process alone
             raise failure
+        self._of_version = {"model": directory.name} if self._adapter else {}
+        return why
+
+    def weights_changed(self) -> tuple[float, bool]:
+        """
+        Share of the weights that the last sync has changed in the type that they are computed with, NaN if it sent an adapter, was the
+        first, or was asked for before; and whether that type is bfloat16.
+        """
+        changed, self._changed = self._changed, math.nan
+        return changed, self._precision == torch.bfloat16
 
     def _next_directory(self) -> Path:
         """
-        Where to write the next weights. The last ones stay until now, because a server that restarts needs them, and go
-        before newer ones are written, so that there is never more than one copy.
+        Where to write the next weights. The last ones stay until now, because a server that restarts needs them, and go before newer
+        ones are written, so that there is never more than one copy; of adapters two, for a request that is given up may still need its own.
         """
         for old in self._directory.iterdir():
-            shutil.rmtree(old)
+            if old.name != self._of_version.get("model"):
+                shutil.rmtree(old)
         self._syncs += 1
-        return self._directory / f"weights-{self._syncs}"
+        return self._directory / f"{self._directory.name}-{self._syncs}"
 
     def generate(self, prompts: list[list[int]], images: list | None, num_generations: int, profiler=None) -> tuple:
         """
@@ -319,7 +396,8 @@ class HTTPGeneration:
             seen[text] += 1
             seed = int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
             room = max(1, self.context_length - len(prompt))  # vLLM refuses a request for more
-            body = self._body | {"seed": seed, "max_tokens": min(self._body["max_tokens"], room)}
+            own = {"seed": seed, "max_tokens": min(self._body["max_tokens"], room)}
+            body = self._body | self._of_version | own
             groups.append(Group(prompt, count, body, self._vocabulary))
         return groups
 

@@ -1,6 +1,8 @@
 """The weights of a model in training, as a checkpoint that vLLM loads: gathered and written piece by piece."""
 
+import copy
 import json
+import math
 import re
 import shutil
 from collections import deque
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,7 +47,7 @@ def export_weights(
     when `lm_head.weight` is not in the checkpoint it reloads. `changes` sees every tensor as it is written.
     """
     base = base_model(model)
-    weights = _full_tensors(model, DistributedBackend(accelerator))
+    weights = _full_tensors(model, _backend(accelerator))
     if not accelerator.is_main_process:
         deque(weights, maxlen=0)  # take part in every gather
         return 0
@@ -59,6 +62,24 @@ def export_weights(
         shutil.rmtree(directory, ignore_errors=True)
         deque(weights, maxlen=0)  # the other processes wait in the gathers that are left
         raise
+
+
+def export_adapter(
+    model: PeftModel, adapter: str, accelerator: Accelerator, directory: Path, dtype: torch.dtype | None = None
+) -> int:
+    """Write a LoRA adapter as PEFT does, and return its bytes, as [`export_weights`] does with whole weights."""
+    own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    with _backend(accelerator).gather_params([*own.values()]):
+        tensors = {_WRAPPERS.sub("", name): whole(weight).to("cpu", dtype) for name, weight in own.items()}
+    if not accelerator.is_main_process:
+        return 0
+    tensors = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
+    config: Any = copy.copy(model.peft_config[adapter])
+    # The servers' base model is compared with the one that is trained, whatever the adapter began with
+    config.inference_mode, config.init_lora_weights = True, True
+    config.save_pretrained(directory)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class ChangedShare:
@@ -90,6 +111,12 @@ class ChangedShare:
         rounding = max(torch.finfo(tensor.dtype).eps for tensor in self._now.values())
         moved = (now - before).abs() > now.abs().median() * rounding / 16
         return float(moved.float().mean())
+
+    def in_bytes(self, dtype: torch.dtype) -> float:
+        """The share of the sampled weights that the last export has changed at all, rounded to a type; NaN before the second export."""
+        before = self._before
+        differ = [now.to(dtype) != before[name].to(dtype) for name, now in self._now.items() if name in before]
+        return float(torch.cat(differ).float().mean()) if differ else math.nan
 
 
 def untied_weights(model: nn.Module) -> tuple[str, str] | None:
@@ -158,10 +185,15 @@ def _published(
             yield published, part.clone() if part.numel() < tensor.numel() else part.contiguous()
 
 
-def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
+def _backend(accelerator: Accelerator) -> DistributedBackend:
+    backend = DistributedBackend(accelerator)
     if backend.fsdp_version == 1:
         raise ValueError("FSDP1 cannot be synced with vLLM over HTTP. Set `fsdp_version: 2` in the accelerate config.")
+    return backend
+
+
+def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
     for name, parameter, layer in _parameters(model):
         with backend.gather_params([parameter] if layer is None else list(layer.parameters())):
             tensor = whole(parameter)

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import re
 import threading
 import time
 
+import httpx2
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import tiny
+from benchmarks.vllm_process import RealServer
 from fake_vllm import http_settings
 from lze_trl.servers.client import RequestRefusedError, ServerMismatchError, Snapshot
 from lze_trl.servers.generation import HTTPGeneration
@@ -99,6 +102,48 @@ def test_lora_goes_over_merged(settings, servers, connect):
         generation.sync_weights()
         assert_current(model, prompts, generation.generate_groups(prompts, [2, 2]), [2, 2])
         change(model)
+
+
+def test_an_adapter_goes_alone_and_gives_what_merged_weights_give(models, connect, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    config = LoraConfig(
+        r=4, target_modules="all-linear", init_lora_weights=False, use_rslora=True, rank_pattern={"q_proj": 8}
+    )
+    model, prompts, options = (
+        get_peft_model(small_model(), config),
+        prompts_of(4),
+        ("--enable-lora", "--max-lora-rank", "8"),
+    )
+    with RealServer(models["untied"], tmp_path / "log", options) as server:
+        groups = {}
+        for sync in ("adapter", "merged"):
+            generation = connect(model, server, vllm_server_kwargs={"sync": sync, "recovery_timeout": 300.0})
+            torch.manual_seed(1)
+            for _ in range(3):
+                generation.sync_weights()
+                groups[sync] = generation.generate_groups(prompts, [4] * 4)
+                assert_current(model, prompts, groups[sync], [4] * 4)
+                change(model)
+            if sync == "adapter":
+                server.kill()
+                server.ensure()
+                undone = generation.generate_groups(prompts, [2] * 4)
+                names = [card["id"] for card in httpx2.get(f"{server.url}/v1/models", trust_env=False).json()["data"]]
+                assert len(undone) == 4 and names[1:] == [generation.pool.snapshot.version]
+    sent = [
+        float(re.search(r"sends ([0-9.]+) MB", line)[1]) for line in caplog.messages if "A weight sync sends" in line
+    ]
+    assert sent[0] < sent[1] / 3
+
+
+def test_what_vllm_cannot_serve_goes_merged(models, connect, tmp_path, caplog):
+    config = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], init_lora_weights=False)
+    model = get_peft_model(small_model(), config)
+    with RealServer(models["untied"], tmp_path / "log", ("--enable-lora",)) as server:
+        generation, prompts = connect(model, server), prompts_of(2)
+        generation.sync_weights()
+        assert_current(model, prompts, generation.generate_groups(prompts, [2, 2]), [2, 2])
+    assert "whole weights, because The vLLM server" in caplog.text and "embed_tokens" in caplog.text
 
 
 def test_log_probs_are_those_that_were_sampled_with(servers, connect):
