@@ -36,6 +36,7 @@ from .rollout.evaluated import Evaluated
 from .rollout.guard import RewardNotes, checked, is_plain_function
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
+from .rollout.signals import total_rewards
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
 
@@ -506,8 +507,8 @@ class Engine:
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
 
-    def log_means(self, evaluated: Evaluated):
-        """Log the metrics of an evaluation as means over all its completions."""
+    def log_means(self, evaluated: Evaluated, by_value: Any = None):
+        """Log the metrics of an evaluation as means over all its completions, and those of its rewards `by_value`."""
         trainer, metrics = self._trainer, self._trainer._metrics["eval"]
         columns = {"reward": 1, "reward_std": 1}
         for i, name in enumerate(trainer.reward_func_names, start=2):
@@ -520,6 +521,13 @@ class Engine:
                     batches = zip(values, evaluated.rows, evaluated.scored, strict=True)
                     values = [share * rows / counts[0] for share, rows, counts in batches]
                 metrics[name] = evaluated.mean(values, columns.get(name, 0))
+        if evaluated.by_value:
+            labels, of_batches = zip(*evaluated.by_value, strict=True)
+            rewards = torch.cat(of_batches)
+            found = {"reward": total_rewards(rewards, self.reward_weights.cpu()).numpy()}
+            found |= {f"rewards/{name}/mean": r.numpy() for name, r in zip(self.reward_names, rewards.T, strict=True)}
+            for name, value in by_value.held_out([row for batch in labels for row in batch], found):
+                metrics[name].append(value)
 
     # ---- Tensors ----
 
@@ -610,15 +618,9 @@ class Engine:
 
     def _log_uniform(self, batch: Batch, sample: UniformSample):
         """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
-        metrics, rewards = self.metrics, batch.rewards
-        # What is remembered of other prompts is of the scores
-        of_scores = np.array_equal(batch.scores, rewards, equal_nan=True)
-        remembered = sample.remembered if of_scores else None
-        metrics["reward"][-1], metrics["reward_std"][-1] = sample.moments(rewards, remembered)
-        columns = batch.rewards_per_func.astype(np.float64).T
-        for (name, place), column in zip(self._entries(), columns, strict=True):
-            of_total = remembered if np.array_equal(column, rewards, equal_nan=True) else None
-            found = sample.moments(column, of_total)
+        metrics, (total, *rewards) = self.metrics, sample.rewards(batch)
+        metrics["reward"][-1], metrics["reward_std"][-1] = total
+        for (name, place), found in zip(self._entries(), rewards, strict=True):
             metrics[f"rewards/{name}/mean"][place], metrics[f"rewards/{name}/std"][place] = found
         if self._trainer.scale_rewards != "batch":
             zero_std = metrics.pop("frac_reward_zero_std")[:-1]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather
+from accelerate.utils import broadcast_object_list, gather, gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations import TrackioCallback
@@ -34,6 +34,7 @@ from .plan.passes import NoRows, Passes
 from .plan.planners import Planner
 from .plan.stream import StreamedRows
 from .prompt_checks import Context, context_of, token_counter
+from .record.by_value import ByValue
 from .record.console import RunSummary, replace_printers
 from .record.curves import held_out_metrics
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
@@ -267,6 +268,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
             self.accelerator,
             writes,
+            ByValue(args.report_by, dataset) if args.report_by else None,
         )
 
     def _waits(self, words: str):
@@ -362,7 +364,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
         used = self._remove_unused_columns(dataset, description="training")
-        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
+        named = [name for name in self.args.report_by or () if name in dataset.column_names]
+        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN, *named])))
 
     def get_train_dataloader(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
@@ -438,6 +441,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             rewards = Engine(self).settle_evaluation(rewards, ballots)
         if self._evaluated is not None and not self.model.training:
             rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
+            if (by_value := self.generation_step.by_value) is not None:
+                self._evaluated.by_value.append((gather_object(by_value.labels(inputs)), rewards.cpu()))
         return rewards
 
     @property
@@ -577,7 +582,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
             with torch.random.fork_rng(devices=[], enabled=self.args.over_http):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)
-            Engine(self).log_means(self._evaluated)
+            Engine(self).log_means(self._evaluated, self.generation_step.by_value)
         finally:
             self._evaluated = None
         return output

@@ -1,0 +1,111 @@
+"""What is told of completions by the values of columns of the data, such as their source: rewards, dead groups, completions, tokens."""
+
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from accelerate.utils import gather_object
+from datasets import Dataset
+
+from ..batch import Batch
+from ..names import label
+from ..rollout.estimates import StoppedGroups, UniformSample
+from .causes import CAUSES
+
+
+MOST_VALUES = 12
+OTHERS = "other_values"
+"""Name of all values of a column that have none of their own."""
+
+
+class ByValue:
+    """
+    Names the values of some columns, at most [`MOST_VALUES`] of each: the most frequent ones of the training set, or those that come first
+    where it cannot be read in advance. The same on every process.
+    """
+
+    def __init__(self, columns: Iterable[str], dataset: Any = None):
+        self.columns = {name: label(name) for name in columns}
+        self.names: dict[str, list[str]] = {column: [] for column in self.columns.values()}
+        self._stopped: defaultdict[str, StoppedGroups] = defaultdict(StoppedGroups)  # by the value of a column
+        if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":  # a transform may make other values
+            for name in self.columns.keys() & dataset.column_names:
+                tables = dataset.with_format("arrow", [name]).iter(10_000)
+                self._named(self.columns[name], [label(v) for table in tables for v in table[name].to_pylist()])
+
+    def _named(self, column: str, labels: Iterable[str]) -> np.ndarray:
+        """The names of values that are given by their labels. Of those that come for the first time, the most frequent get one first."""
+        counts, names = Counter(labels := list(labels)), self.names[column]
+        new = sorted(counts.keys() - set(names), key=lambda one: (-counts[one], one))
+        names += new[: MOST_VALUES - len(names)]
+        return np.array([one if one in names else OTHERS for one in labels], dtype=object)
+
+    def labels(self, rows: list[dict[str, Any]]) -> list[list[str]]:
+        """Of each row of the data, what its values are called."""
+        return [[label(row.get(name)) for name in self.columns] for row in rows]
+
+    def names_of(self, labels: list[list[str]]) -> dict[str, np.ndarray]:
+        """The names of values by column, each of shape `(n,)`, from the labels of n rows, which are the same on all processes."""
+        return {column: self._named(column, [row[i] for row in labels]) for i, column in enumerate(self.names)}
+
+    def values_of(self, batch: Batch, others: list[dict[str, Any]], rank: int) -> dict[str, np.ndarray]:
+        """Value of each prompt by column, shape `(P + n,)`: of the groups of a batch, then of n `others`, rows that all processes know."""
+        first = batch.first_rows
+        own = first[batch.owner[first] == rank]
+        labels = self.labels([batch.held["input"][place] for place in batch.place[own]])
+        known = ChainMap(*gather_object([dict(zip(own.tolist(), labels, strict=True))]))
+        return self.names_of([known[row] for row in first.tolist()] + self.labels(others))
+
+    def metrics(
+        self, batch: Batch, reward_names: list[str], outcomes_of: Callable[[np.ndarray], np.ndarray]
+    ) -> Iterator[tuple[str, float, bool]]:
+        """
+        Metrics of a batch whose facts hold the `values` of its prompts: name, number, and whether it is a count, which is 0 in batches
+        without the value. `outcomes_of` scales mean scores.
+        """
+        sample, group, finished = batch.facts.get("uniform"), batch.group, batch.facts.get("finished")
+        outcomes = batch.prompts.pass_rates[group] if sample is None else batch.outcomes
+        sample = UniformSample.of_all(batch) if sample is None else sample
+        means = ("reward", *(f"rewards/{name}/mean" for name in reward_names))
+        for column, values in batch.facts["values"].items():
+            for value in [*self.names[column], OTHERS]:
+                chosen, at = values == value, f"by/{column}/{value}"
+                groups = chosen[: batch.num_groups]
+                rows, dead = groups[group], Counter(batch.prompts.cause[groups].tolist())
+                tokens = batch.completion_tokens[rows].sum()
+                counts = {"groups": groups.sum(), "completions": rows.sum(), "tokens": tokens}
+                counts |= {f"dead/{cause}": dead[cause] for cause in (*CAUSES, "stopped")}
+                yield from ((f"{at}/{name}", float(count), True) for name, count in counts.items())
+                if not chosen.any():
+                    continue
+                part = sample.part(group, chosen)
+                if finished is not None:  # what became of the stopped groups of other values says nothing of these
+                    live = self._stopped[at].live(batch.alive[groups], finished[groups])
+                    part = replace(part, live=np.append(live, part.live[groups.sum() :]))
+                yield f"{at}/pass_rate", part.moments(outcomes, outcomes_of(part.remembered))[0], False
+                yield f"{at}/dead_share", 1.0 - part.live_share, False
+                rewards = zip(means, part.rewards(batch), strict=True)
+                yield from ((f"{at}/{name}", mean, False) for name, (mean, _) in rewards)
+
+    def held_out(self, labels: list[list[str]], rewards: dict[str, np.ndarray]) -> Iterator[tuple[str, float]]:
+        """Mean rewards of held-out completions, NaN where one is not known, by the values of the columns that they have."""
+        for column, values in self.names_of(labels).items():
+            for value in dict.fromkeys(values) if set(values) != {label(None)} else ():
+                for name, numbers in rewards.items():
+                    if len(known := numbers[(values == value) & ~np.isnan(numbers)]):
+                        yield f"by/{column}/{value}/{name}", float(known.mean())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names of values, and what became of their stopped groups that chance has completed."""
+        return {
+            "names": self.names,
+            "stopped": {at: own.state_dict()["stopped"].tolist() for at, own in self._stopped.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]):
+        """Continue from a checkpoint; a column that was not asked for then begins anew."""
+        self.names |= {column: names for column, names in state["names"].items() if column in self.names}
+        for at, seen in state["stopped"].items():
+            self._stopped[at].load_state_dict({"stopped": np.array(seen)})
