@@ -26,6 +26,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from .batch import Batch
 from .memory.identity import ID_COLUMN
+from .names import label
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
 from .rewards.grading import thinking_prefix
@@ -507,27 +508,30 @@ class Engine:
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
 
-    def log_means(self, evaluated: Evaluated, by_value: Any = None):
-        """Log the metrics of an evaluation as means over all its completions, and those of its rewards `by_value`."""
+    def note_by_value(self, by_value: Any, inputs: list[dict[str, Any]], rewards: torch.Tensor):
+        """Enter the rewards of a batch of an evaluation, shape `(B, F)`, by the values of its rows: of each completion, as TRL logs means."""
+        columns = [total_rewards(rewards, self.reward_weights.to(rewards.device)), *rewards.T]
+        names = ["reward", *(f"rewards/{name}/mean" for name in self.reward_names)]
+        for column, values in by_value.named(gather_object(by_value.labels(inputs))).items():
+            for name, numbers in zip(names, columns, strict=True):
+                for value, number in zip(values, numbers.tolist(), strict=True):
+                    if value != label(None) and not math.isnan(number):
+                        self._trainer._metrics["eval"][f"by/{column}/{value}/{name}"].append(number)
+
+    def log_means(self, evaluated: Evaluated):
+        """Log the metrics of an evaluation as means over all its completions."""
         trainer, metrics = self._trainer, self._trainer._metrics["eval"]
         columns = {"reward": 1, "reward_std": 1}
         for i, name in enumerate(trainer.reward_func_names, start=2):
             columns |= {f"rewards/{name}/mean": i, f"rewards/{name}/std": i}
         of_groups = trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize"
         for name, values in metrics.items():
-            if 0 < len(values) == len(evaluated.rows):  # one of each batch
+            if 0 < len(values) == len(evaluated.rows) and not name.startswith("by/"):  # one of each batch
                 if name == "frac_reward_zero_std" and of_groups and trainer.num_generations_eval > 1:
                     # TRL has divided by all rows, and those that fill a batch have no reward
                     batches = zip(values, evaluated.rows, evaluated.scored, strict=True)
                     values = [share * rows / counts[0] for share, rows, counts in batches]
                 metrics[name] = evaluated.mean(values, columns.get(name, 0))
-        if evaluated.by_value:
-            labels, of_batches = zip(*evaluated.by_value, strict=True)
-            rewards = torch.cat(of_batches)
-            found = {"reward": total_rewards(rewards, self.reward_weights.cpu()).numpy()}
-            found |= {f"rewards/{name}/mean": r.numpy() for name, r in zip(self.reward_names, rewards.T, strict=True)}
-            for name, value in by_value.held_out([row for batch in labels for row in batch], found):
-                metrics[name].append(value)
 
     # ---- Tensors ----
 

@@ -12,21 +12,15 @@ import xxhash
 
 def label(value: Any) -> str:
     """
-    A value of the data as a part of a name that trackers take: its text, with `_` for blanks and `/`. Where something else is replaced, or
-    cut off after 40 characters, four hex digits keep apart what reads alike. Lists and dictionaries are named by their parts, pictures by
-    their type, and nothing, an empty text and NaN are `no_value`.
+    A value of the data as a part of a name: its text with `_` for blanks and `/`, of a list or dictionary that of its parts. Where more is
+    replaced, or cut off, four hex digits keep apart what reads alike. Nothing, an empty text and NaN are `no_value`.
     """
     value = value.tolist() if hasattr(value, "tolist") else value  # of a tensor
     if isinstance(value, dict):
-        value = [part for key in sorted(value, key=str) if value[key] is not None for part in (key, value[key])]
+        value = [part for pair in sorted(value.items()) if pair[1] is not None for part in pair]
     if isinstance(value, (list, tuple)):
-        text = "_".join(map(label, value))
-    elif value is None or value != value:
-        text = ""
-    elif isinstance(value, (str, int)) or type(value).__str__ is not object.__str__:
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-    else:  # whose text would hold its place in memory
-        text = type(value).__name__
+        value = "_".join(map(label, value))
+    text = "" if value is None or value != value else f"{value:g}" if isinstance(value, float) else str(value)
     read = re.sub(r"[\s/]+", "_", text.strip())
     clean = re.sub(r"[^\w.-]", "_", read)[:40]
     mark = "" if clean == read else f"_{xxhash.xxh32(read.encode(errors='replace')).intdigest() % 2**16:04x}"

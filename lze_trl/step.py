@@ -292,12 +292,9 @@ class GenerationStep:
             if not np.isnan(value):
                 engine.metrics[f"lze/{name}"].append(float(value))
         if self.by_value is not None:
-            batches = len(engine.metrics["lze/groups"])  # since the last log line
-            for name, value, is_count in self.by_value.metrics(drawn, engine.reward_names, self.state.range.outcomes):
-                if is_count and (value or name in engine.metrics):
-                    engine.metrics[name] += [0.0] * (batches - 1 - len(engine.metrics[name])) + [value]
-                elif not (is_count or np.isnan(value)):
-                    engine.metrics[name].append(value)
+            for name, value in self.by_value.metrics(drawn, engine.reward_names, self.state.range.outcomes):
+                engine.metrics[name] += [] if np.isnan(value) else [value]
+            engine.metrics.update({name: [float(total)] for name, total in self.by_value.totals.items()})
         # The recording shows what is logged
         drawn.facts["means"] = engine.mean_rewards() | {name: metrics[name] for name in ("pass_rate", "dead_share")}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather, gather_object
+from accelerate.utils import broadcast_object_list, gather
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations import TrackioCallback
@@ -442,7 +442,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if self._evaluated is not None and not self.model.training:
             rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
             if (by_value := self.generation_step.by_value) is not None:
-                self._evaluated.by_value.append((gather_object(by_value.labels(inputs)), rewards.cpu()))
+                Engine(self).note_by_value(by_value, inputs, rewards)
         return rewards
 
     @property
@@ -582,7 +582,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
             with torch.random.fork_rng(devices=[], enabled=self.args.over_http):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)
-            Engine(self).log_means(self._evaluated, self.generation_step.by_value)
+            Engine(self).log_means(self._evaluated)
         finally:
             self._evaluated = None
         return output

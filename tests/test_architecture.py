@@ -52,7 +52,7 @@ ROOMS = {
     "checks": "config files memory names plan prompt_checks rollout select",
     "checkpoint": "files",
     "hub": "app checkpoint files names record redaction remote version",
-    "engine": "batch checks evaluation memory pack rewards rollout select",
+    "engine": "batch checks evaluation memory names pack rewards rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
     "step": "batch engine memory pack plan record rollout seeding select",

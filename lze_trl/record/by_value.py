@@ -12,7 +12,6 @@ from datasets import Dataset
 from ..batch import Batch
 from ..names import label
 from ..rollout.estimates import StoppedGroups, UniformSample
-from .causes import CAUSES
 
 
 MOST_VALUES = 12
@@ -29,15 +28,16 @@ class ByValue:
     def __init__(self, columns: Iterable[str], dataset: Any = None):
         self.columns = {name: label(name) for name in columns}
         self.names: dict[str, list[str]] = {column: [] for column in self.columns.values()}
-        self._stopped: defaultdict[str, StoppedGroups] = defaultdict(StoppedGroups)  # by the value of a column
+        self.totals: Counter[str] = Counter()  # of the run, by the names of metrics
+        self._stopped: defaultdict[str, StoppedGroups] = defaultdict(StoppedGroups)
         if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":  # a transform may make other values
             for name in self.columns.keys() & dataset.column_names:
                 tables = dataset.with_format("arrow", [name]).iter(10_000)
-                self._named(self.columns[name], [label(v) for table in tables for v in table[name].to_pylist()])
+                self._named(self.columns[name], [label(value) for rows in tables for value in rows[name].to_pylist()])
 
-    def _named(self, column: str, labels: Iterable[str]) -> np.ndarray:
-        """The names of values that are given by their labels. Of those that come for the first time, the most frequent get one first."""
-        counts, names = Counter(labels := list(labels)), self.names[column]
+    def _named(self, column: str, labels: list[str]) -> np.ndarray:
+        """The values that labels stand for. Of those that come for the first time, the most frequent get a name first."""
+        counts, names = Counter(labels), self.names[column]
         new = sorted(counts.keys() - set(names), key=lambda one: (-counts[one], one))
         names += new[: MOST_VALUES - len(names)]
         return np.array([one if one in names else OTHERS for one in labels], dtype=object)
@@ -46,8 +46,8 @@ class ByValue:
         """Of each row of the data, what its values are called."""
         return [[label(row.get(name)) for name in self.columns] for row in rows]
 
-    def names_of(self, labels: list[list[str]]) -> dict[str, np.ndarray]:
-        """The names of values by column, each of shape `(n,)`, from the labels of n rows, which are the same on all processes."""
+    def named(self, labels: list[list[str]]) -> dict[str, np.ndarray]:
+        """The values by column, each of shape `(n,)`, of n rows with these labels, the same on every process."""
         return {column: self._named(column, [row[i] for row in labels]) for i, column in enumerate(self.names)}
 
     def values_of(self, batch: Batch, others: list[dict[str, Any]], rank: int) -> dict[str, np.ndarray]:
@@ -56,56 +56,42 @@ class ByValue:
         own = first[batch.owner[first] == rank]
         labels = self.labels([batch.held["input"][place] for place in batch.place[own]])
         known = ChainMap(*gather_object([dict(zip(own.tolist(), labels, strict=True))]))
-        return self.names_of([known[row] for row in first.tolist()] + self.labels(others))
+        return self.named([known[row] for row in first.tolist()] + self.labels(others))
 
     def metrics(
         self, batch: Batch, reward_names: list[str], outcomes_of: Callable[[np.ndarray], np.ndarray]
-    ) -> Iterator[tuple[str, float, bool]]:
-        """
-        Metrics of a batch whose facts hold the `values` of its prompts: name, number, and whether it is a count, which is 0 in batches
-        without the value. `outcomes_of` scales mean scores.
-        """
+    ) -> Iterator[tuple[str, float]]:
+        """Metrics of a batch whose facts hold the `values` of its prompts; `outcomes_of` scales mean scores. Adds to the totals."""
         sample, group, finished = batch.facts.get("uniform"), batch.group, batch.facts.get("finished")
         outcomes = batch.prompts.pass_rates[group] if sample is None else batch.outcomes
-        sample = UniformSample.of_all(batch) if sample is None else sample
-        means = ("reward", *(f"rewards/{name}/mean" for name in reward_names))
+        if sample is None:
+            sample = UniformSample(np.ones(batch.num_rows), np.empty(0), batch.alive.astype(np.float64))
+        names = ["reward", *(f"rewards/{name}/mean" for name in reward_names)]
         for column, values in batch.facts["values"].items():
-            for value in [*self.names[column], OTHERS]:
+            for value in dict.fromkeys(values):
                 chosen, at = values == value, f"by/{column}/{value}"
                 groups = chosen[: batch.num_groups]
-                rows, dead = groups[group], Counter(batch.prompts.cause[groups].tolist())
-                tokens = batch.completion_tokens[rows].sum()
-                counts = {"groups": groups.sum(), "completions": rows.sum(), "tokens": tokens}
-                counts |= {f"dead/{cause}": dead[cause] for cause in (*CAUSES, "stopped")}
-                yield from ((f"{at}/{name}", float(count), True) for name, count in counts.items())
-                if not chosen.any():
-                    continue
+                rows, causes = groups[group], batch.prompts.cause[groups]
+                self.totals[f"{at}/groups"] += int(groups.sum())
+                self.totals[f"{at}/completions"] += int(rows.sum())
+                self.totals[f"{at}/tokens"] += int(batch.completion_tokens[rows].sum())
+                self.totals.update(f"{at}/dead/{cause}" for cause in causes if cause)
                 part = sample.part(group, chosen)
                 if finished is not None:  # what became of the stopped groups of other values says nothing of these
                     live = self._stopped[at].live(batch.alive[groups], finished[groups])
                     part = replace(part, live=np.append(live, part.live[groups.sum() :]))
-                yield f"{at}/pass_rate", part.moments(outcomes, outcomes_of(part.remembered))[0], False
-                yield f"{at}/dead_share", 1.0 - part.live_share, False
-                rewards = zip(means, part.rewards(batch), strict=True)
-                yield from ((f"{at}/{name}", mean, False) for name, (mean, _) in rewards)
-
-    def held_out(self, labels: list[list[str]], rewards: dict[str, np.ndarray]) -> Iterator[tuple[str, float]]:
-        """Mean rewards of held-out completions, NaN where one is not known, by the values of the columns that they have."""
-        for column, values in self.names_of(labels).items():
-            for value in dict.fromkeys(values) if set(values) != {label(None)} else ():
-                for name, numbers in rewards.items():
-                    if len(known := numbers[(values == value) & ~np.isnan(numbers)]):
-                        yield f"by/{column}/{value}/{name}", float(known.mean())
+                yield f"{at}/pass_rate", part.moments(outcomes, outcomes_of(part.remembered))[0]
+                yield f"{at}/dead_share", 1.0 - part.live_share
+                yield from ((f"{at}/{name}", mean) for name, (mean, _) in zip(names, part.rewards(batch), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Names of values, and what became of their stopped groups that chance has completed."""
-        return {
-            "names": self.names,
-            "stopped": {at: own.state_dict()["stopped"].tolist() for at, own in self._stopped.items()},
-        }
+        """Names of values, totals, and what became of stopped groups that chance has completed."""
+        stopped = {at: own.state_dict()["stopped"].tolist() for at, own in self._stopped.items()}
+        return {"names": self.names, "totals": dict(self.totals), "stopped": stopped}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint; a column that was not asked for then begins anew."""
         self.names |= {column: names for column, names in state["names"].items() if column in self.names}
+        self.totals = Counter({at: n for at, n in state["totals"].items() if at.split("/")[1] in self.names})
         for at, seen in state["stopped"].items():
             self._stopped[at].load_state_dict({"stopped": np.array(seen)})

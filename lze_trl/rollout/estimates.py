@@ -86,11 +86,6 @@ class UniformSample:
     remembered: np.ndarray
     live: np.ndarray
 
-    @classmethod
-    def of_all(cls, batch: Batch) -> "UniformSample":
-        """A batch that was sampled uniformly."""
-        return cls(np.ones(batch.num_rows), np.empty(0), batch.alive.astype(np.float64))
-
     def part(self, group: np.ndarray, chosen: np.ndarray) -> "UniformSample":
         """The sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
         drawn = len(chosen) - len(self.remembered)
@@ -102,14 +97,14 @@ class UniformSample:
         return float(self.live.mean())
 
     def rewards(self, batch: Batch) -> list[tuple[float, float]]:
-        """Moments of the total rewards of the batch, then of each function's. What is remembered of other prompts is of the scores."""
-        totals = batch.rewards
-        of_scores = np.array_equal(batch.scores, totals, equal_nan=True)
+        """Moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
+        columns = [batch.rewards, *batch.rewards_per_func.astype(np.float64).T]
+        known = [
+            all(np.array_equal(c, other, equal_nan=True) for other in (batch.scores, batch.rewards)) for c in columns
+        ]
         return [
-            self.moments(
-                column, self.remembered if of_scores and np.array_equal(column, totals, equal_nan=True) else None
-            )
-            for column in (totals, *batch.rewards_per_func.astype(np.float64).T)
+            self.moments(c, self.remembered if of_scores else None)
+            for c, of_scores in zip(columns, known, strict=True)
         ]
 
     def moments(self, values: np.ndarray, remembered: np.ndarray | None = None) -> tuple[float, float]:

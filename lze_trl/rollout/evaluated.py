@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,9 +18,6 @@ class Evaluated:
     rows: list[int] = field(default_factory=list)  # of each batch
     # Of each batch: rows that count, those with a reward, and with each reward
     scored: list[np.ndarray] = field(default_factory=list)
-    by_value: list[tuple[list, Any]] = field(
-        default_factory=list
-    )  # values of columns, and rewards, NaN of rows that do not count
 
     def begin(self, rewards_per_func: np.ndarray) -> int:
         """A batch with rewards of shape `(B, F)`, NaN where not applicable. Returns how many of its first rows count."""
