@@ -24,6 +24,7 @@ from ..record.curves import (
     reward_curves,
     reward_limits,
     seconds_per_step,
+    value_curves,
 )
 from ..record.numbers import number, percent
 from ..record.reader import STATES
@@ -208,6 +209,18 @@ def lines(
     if not series:
         figure.add_annotation(text="None was recorded.", showarrow=False).update_xaxes(visible=False)
     return figure.update_yaxes(range=y_range, visible=bool(series))
+
+
+def by_value(run: Run) -> dict[str, list[str]]:
+    """By column of the data, a figure of each reward as JSON, with a line for each of its values in training and on held-out prompts."""
+    figures: dict[str, list[str]] = {}
+    for column, found in value_curves(run).items():
+        for metric in ["reward", *(f"rewards/{name}/mean" for name in dict.fromkeys(run.meta.reward_names))]:
+            shown = found.get(metric, {}) | {
+                f"{v}, {HELD_OUT}": line for v, line in found.get(f"eval_{metric}", {}).items()
+            }
+            figures.setdefault(column, []).append(lines(f"{metric.split('/')[-2:][0]} by {column}", shown).to_json())
+    return figures
 
 
 def sparkline(run: Run) -> go.Figure:

@@ -28,6 +28,7 @@ from ..record.curves import (
     main_reward,
     outcome_name,
     reward_curves,
+    value_tables,
     waste,
 )
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
@@ -93,6 +94,19 @@ def costs(run: Run) -> Markup:
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
     evaluations = pd.DataFrame(rows, columns=heading)
     return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
+
+
+def by_value(run: Run, figures: dict[str, list[str]] | None = None) -> Markup:
+    """What the values of columns of the data cost and bring, each in a table and under it `figures` as JSON. A click on a row lists its prompts."""
+    forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead": percent}
+    shown = Markup()
+    for column, rows in value_tables(run).items():
+        rows.index = pd.Index(f"{column}=" + rows[column], name="search")
+        charts = Markup().join(
+            Markup('<div class="lze-chart" data-figure="{}"></div>').format(f) for f in (figures or {}).get(column, ())
+        )
+        shown += HTML.section(f"By {column}", table(f"by-{column}", rows, forms=forms) + charts)
+    return shown
 
 
 def table(

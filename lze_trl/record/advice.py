@@ -173,11 +173,9 @@ class Advice:
                 continue
             if dead >= _MOST and share >= _OF_GROUPS:
                 at = at_limit if cause == "cut_off" else ""
-                skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
-                cure = "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
                 said[cause] = (
                     f"{dead:.0%} of the groups of the last {batches} were dead{stopped}, {share:.0%} of all groups with this cause: "
-                    f"{what}{at}. {cure}"
+                    f"{what}{at}. {self._cure(cause)}"
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
@@ -186,6 +184,10 @@ class Advice:
                 f"`max_completion_length{higher}`, or ask for shorter answers."
             )
         return said | too_small
+
+    def _cure(self, cause: str) -> str:
+        skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
+        return "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
 
     def _of_values(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         """Values of a column of the data whose groups were all dead, while others of it lived."""
@@ -202,7 +204,7 @@ class Advice:
             if groups >= _FEW and not own["alive"] and own[cause] and any(other["alive"] for other in of_column):
                 said[f"value.{key}"] = (
                     f"{key} took {share:.0%} of the completions of the last {batches}, and all of its {groups:,.0f} groups were dead, "
-                    f"{own[cause] / groups:.0%} with this cause: {CAUSES[cause]}. Leave its prompts out, or do this: {_CURES[cause]}"
+                    f"{own[cause] / groups:.0%} with this cause: {CAUSES[cause]}. {self._cure(cause)} Or leave its prompts out."
                 )
         return said
 

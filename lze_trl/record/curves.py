@@ -90,6 +90,38 @@ def waste(run: Run) -> tuple[float, str, float]:
     return float(row["share"]), cause, float(shares.get(cause, np.nan))
 
 
+def value_curves(run: Run) -> dict[str, dict[str, dict[str, pd.Series]]]:
+    """What was logged by the values of columns of the data: by column, by metric, of which the held-out ones begin with `eval_`, and by value."""
+    names = run.sql("SELECT DISTINCT name FROM steps WHERE regexp_matches(name, '^(eval_)?by/') ORDER BY name")["name"]
+    found: dict[str, dict[str, dict[str, pd.Series]]] = {}
+    for name, values in logged_curves(run, list(names)).items():
+        kind, column, value, metric = name.split("/", 3)
+        found.setdefault(column, {}).setdefault(kind.removesuffix("by") + metric, {})[value] = values
+    return found
+
+
+def value_tables(run: Run) -> dict[str, pd.DataFrame]:
+    """
+    By column, what its values have cost so far, the most expensive first; of the last fifth of the run the reward that it is judged by, in
+    training and held-out, and the share of dead groups; and the cause of most of all that were dead and not stopped, one of [`CAUSES`].
+    """
+    judged = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
+    means = {"reward": judged.removeprefix("eval_"), HELD_OUT: judged, "dead": "dead_share"}
+    totals = run.sql("SELECT name, max(value) AS value FROM steps WHERE starts_with(name, 'by/') GROUP BY name")
+    ended, tables = dict(zip(totals["name"], totals["value"], strict=True)), {}
+    for column, found in value_curves(run).items():
+        known = {kind: {v: last_fifth(line)[0] for v, line in found.get(means[kind], {}).items()} for kind in means}
+        rows = []
+        for value in found.get("completions", ()):
+            spent = {name: int(ended[f"by/{column}/{value}/{name}"]) for name in ("completions", "tokens")}
+            dead = {cause: ended.get(f"by/{column}/{value}/dead/{cause}", 0.0) for cause in CAUSES}
+            cause = max(dead, key=dead.__getitem__)
+            rows.append({column: value, **spent, **{kind: known[kind].get(value, np.nan) for kind in means}})
+            rows[-1]["cause"] = CAUSES[cause] if dead[cause] else ""
+        tables[column] = pd.DataFrame(rows).sort_values("completions", ascending=False, kind="stable")
+    return tables
+
+
 def interval(run: Run, name: str, value: float) -> tuple[float, float]:
     """
     95 % interval of the last score of [`held_out_curves`] by a name, NaN where it is not known. Completions of one prompt resemble each
