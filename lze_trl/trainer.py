@@ -364,8 +364,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
         used = self._remove_unused_columns(dataset, description="training")
-        named = [name for name in self.args.report_by or () if name in dataset.column_names]
-        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN, *named])))
+        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
+
+    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset:
+        # Differs from transformers: the columns of `report_by` are used
+        used = super()._remove_unused_columns(dataset, description)
+        named = [name for name in self.args.report_by or () if name in {*dataset.column_names} - {*used.column_names}]
+        return dataset.select_columns([*used.column_names, *named]) if named else used
 
     def get_train_dataloader(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
