@@ -363,14 +363,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         # The names of a stream may be unknown
         if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
-        used = self._remove_unused_columns(dataset, description="training")
-        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
+        return self._remove_unused_columns(dataset, description="training")
 
     def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset:
-        # Differs from transformers: the columns of `report_by` are used
-        used = super()._remove_unused_columns(dataset, description)
-        named = [name for name in self.args.report_by or () if name in {*dataset.column_names} - {*used.column_names}]
-        return dataset.select_columns([*used.column_names, *named]) if named else used
+        # Differs from transformers: prompt ids and the columns of `report_by` are used
+        if not self.args.remove_unused_columns:
+            return dataset
+        used = super()._remove_unused_columns(dataset, description).column_names
+        kept = [name for name in (ID_COLUMN, *(self.args.report_by or ())) if name in dataset.column_names]
+        return dataset.select_columns(list(dict.fromkeys([*used, *kept])))
 
     def get_train_dataloader(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`

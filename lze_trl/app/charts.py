@@ -24,7 +24,6 @@ from ..record.curves import (
     reward_curves,
     reward_limits,
     seconds_per_step,
-    value_curves,
 )
 from ..record.numbers import number, percent
 from ..record.reader import STATES
@@ -211,15 +210,15 @@ def lines(
     return figure.update_yaxes(range=y_range, visible=bool(series))
 
 
-def by_value(run: Run) -> dict[str, list[str]]:
-    """By column of the data, a figure of each reward as JSON, with a line for each of its values in training and on held-out prompts."""
-    figures: dict[str, list[str]] = {}
-    for column, found in value_curves(run).items():
-        for metric in ["reward", *(f"rewards/{name}/mean" for name in dict.fromkeys(run.meta.reward_names))]:
-            shown = found.get(metric, {}) | {
-                f"{v}, {HELD_OUT}": line for v, line in found.get(f"eval_{metric}", {}).items()
-            }
-            figures.setdefault(column, []).append(lines(f"{metric.split('/')[-2:][0]} by {column}", shown).to_json())
+def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
+    """A figure of each reward, with a line for each of the values of a column of the data, in training and on held-out prompts."""
+    figures = []
+    for reward in ["reward", *(f"rewards/{name}/mean" for name in dict.fromkeys(run.meta.reward_names))]:
+        names = {f"by/{column}/{value}/{reward}": value for value in values}
+        names |= {f"eval_{name}": f"{value}, {HELD_OUT}" for name, value in names.items()}
+        logged = logged_curves(run, list(names))
+        heading = f"{reward.removeprefix('rewards/').removesuffix('/mean')} by {column}"
+        figures.append(lines(heading, {called: logged[name] for name, called in names.items() if name in logged}))
     return figures
 
 

@@ -338,7 +338,7 @@ class _Page:
             run = self.book.open(id)
             shown = (figure.to_json() for figure in charts.overview(run))
             # None before the first batch
-            told = views.costs(run) + views.by_value(run, charts.by_value(run))
+            told = views.costs(run) + views.by_value(run, charts.by_value)
             return {self.drawn: seen, self.costs: told} | dict(zip_longest(plots, shown, fillvalue=""))
         return {self.drawn: seen, self.costs: ""} | dict.fromkeys(plots, "")
 

@@ -96,16 +96,14 @@ def costs(run: Run) -> Markup:
     return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
 
 
-def by_value(run: Run, figures: dict[str, list[str]] | None = None) -> Markup:
-    """What the values of columns of the data cost and bring, each in a table and under it `figures` as JSON. A click on a row lists its prompts."""
+def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
+    """Tables of the values of columns of the data, a click on a row of which lists its prompts, and under each the `figures` of the column."""
     forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead": percent}
-    shown = Markup()
+    place, shown = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup()
     for column, rows in value_tables(run).items():
-        rows.index = pd.Index(f"{column}=" + rows[column], name="search")
-        charts = Markup().join(
-            Markup('<div class="lze-chart" data-figure="{}"></div>').format(f) for f in (figures or {}).get(column, ())
-        )
-        shown += HTML.section(f"By {column}", table(f"by-{column}", rows, forms=forms) + charts)
+        charts = [place.format(figure.to_json()) for figure in figures(run, column, rows["value"].tolist())]
+        rows.index = pd.Index(f"{column}=" + rows["value"], name="search")
+        shown += HTML.section(f"By {column}", table(f"by-{column}", rows, forms=forms) + Markup().join(charts))
     return shown
 
 

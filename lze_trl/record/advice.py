@@ -90,14 +90,11 @@ class Advice:
             "rate": learning_rate,
             "price": self._price(batch, forecasts),
             "blind": np.isnan(batch.logprobs).all(),
-            **{f"low.{i}": column.min(initial=np.inf) for i, column in enumerate(known)},
-            **{f"high.{i}": column.max(initial=-np.inf) for i, column in enumerate(known)},
-            **{f"mean.{i}": column.mean() if len(column) else np.nan for i, column in enumerate(known)},
-            **{
-                f"without.{i}": np.mean(~differ(column, group, count)[drawn]) if drawn.any() else np.nan
-                for i, column in enumerate(others)
-            },
         }
+        for i, (column, other) in enumerate(zip(known, others, strict=True)):
+            numbers[f"low.{i}"], numbers[f"high.{i}"] = column.min(initial=np.inf), column.max(initial=-np.inf)
+            numbers[f"mean.{i}"] = column.mean() if len(column) else np.nan
+            numbers[f"without.{i}"] = np.mean(~differ(other, group, count)[drawn]) if drawn.any() else np.nan
         for column, values in batch.facts.get("values", {}).items():
             for value in sorted({*values[:count]}):
                 own = values[:count] == value

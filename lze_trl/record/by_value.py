@@ -31,24 +31,25 @@ class ByValue:
         self.totals: Counter[str] = Counter()  # of the run, by the names of metrics
         self._stopped: defaultdict[str, StoppedGroups] = defaultdict(StoppedGroups)
         if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":  # a transform may make other values
-            for name in self.columns.keys() & dataset.column_names:
-                tables = dataset.with_format("arrow", [name]).iter(10_000)
-                self._named(self.columns[name], [label(value) for rows in tables for value in rows[name].to_pylist()])
-
-    def _named(self, column: str, labels: list[str]) -> np.ndarray:
-        """The values that labels stand for. Of those that come for the first time, the most frequent get a name first."""
-        counts, names = Counter(labels), self.names[column]
-        new = sorted(counts.keys() - set(names), key=lambda one: (-counts[one], one))
-        names += new[: MOST_VALUES - len(names)]
-        return np.array([one if one in names else OTHERS for one in labels], dtype=object)
+            tables = dataset.with_format("arrow", [*self.columns]).iter(10_000)
+            self.named([labels for table in tables for labels in self.labels(table.to_pylist())])
 
     def labels(self, rows: list[dict[str, Any]]) -> list[list[str]]:
         """Of each row of the data, what its values are called."""
         return [[label(row.get(name)) for name in self.columns] for row in rows]
 
     def named(self, labels: list[list[str]]) -> dict[str, np.ndarray]:
-        """The values by column, each of shape `(n,)`, of n rows with these labels, the same on every process."""
-        return {column: self._named(column, [row[i] for row in labels]) for i, column in enumerate(self.names)}
+        """
+        The values by column, each of shape `(n,)`, of n rows with these labels, the same on every process. Of those that come for the first
+        time, the most frequent get a name first.
+        """
+        found = {}
+        for place, (column, names) in enumerate(self.names.items()):
+            counts = Counter(own := [row[place] for row in labels])
+            new = sorted(counts.keys() - set(names), key=lambda one, counts=counts: (-counts[one], one))
+            names += new[: MOST_VALUES - len(names)]
+            found[column] = np.array([one if one in names else OTHERS for one in own], dtype=object)
+        return found
 
     def values_of(self, batch: Batch, others: list[dict[str, Any]], rank: int) -> dict[str, np.ndarray]:
         """Value of each prompt by column, shape `(P + n,)`: of the groups of a batch, then of n `others`, rows that all processes know."""

@@ -102,9 +102,8 @@ class RunSummary(TrainerCallback):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
         if args.telemetry and args.report_by:
             with suppress(TelemetryError), closing(open_run(args.output_dir)) as run:
-                lines += [
-                    rows.to_string(index=False, float_format=fixed, na_rep="–") for rows in value_tables(run).values()
-                ]
+                for column, rows in value_tables(run).items():
+                    lines += [f"By {column}", rows.to_string(index=False, float_format=fixed, na_rep="–")]
         lines += [f"{label + ':':<11}{path}" for label, path in files.items()]
         _write("\n".join(["", *lines]))
 

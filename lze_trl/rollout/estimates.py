@@ -98,14 +98,12 @@ class UniformSample:
 
     def rewards(self, batch: Batch) -> list[tuple[float, float]]:
         """Moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
-        columns = [batch.rewards, *batch.rewards_per_func.astype(np.float64).T]
-        known = [
-            all(np.array_equal(c, other, equal_nan=True) for other in (batch.scores, batch.rewards)) for c in columns
-        ]
-        return [
-            self.moments(c, self.remembered if of_scores else None)
-            for c, of_scores in zip(columns, known, strict=True)
-        ]
+        totals, found = batch.rewards, []
+        of_scores = np.array_equal(batch.scores, totals, equal_nan=True)
+        for column in (totals, *batch.rewards_per_func.astype(np.float64).T):
+            is_known = of_scores and np.array_equal(column, totals, equal_nan=True)
+            found.append(self.moments(column, self.remembered if is_known else None))
+        return found
 
     def moments(self, values: np.ndarray, remembered: np.ndarray | None = None) -> tuple[float, float]:
         """
