@@ -212,8 +212,8 @@ def lines(
 
 def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
     """A figure of each reward, with a line for each of the values of a column of the data, in training and on held-out prompts."""
-    figures = []
-    for reward in ["reward", *(f"rewards/{name}/mean" for name in dict.fromkeys(run.meta.reward_names))]:
+    figures, names_of = [], [f"rewards/{name}/mean" for name in dict.fromkeys(run.meta.reward_names)]
+    for reward in [*(["reward"] if len(names_of) > 1 else []), *names_of]:
         names = {f"by/{column}/{value}/{reward}": value for value in values}
         names |= {f"eval_{name}": f"{value}, {HELD_OUT}" for name, value in names.items()}
         logged = logged_curves(run, list(names))

@@ -98,7 +98,7 @@ def costs(run: Run) -> Markup:
 
 def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
     """Tables of the values of columns of the data, a click on a row of which lists its prompts, and under each the `figures` of the column."""
-    forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead": percent}
+    forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead share": percent}
     place, shown = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup()
     for column, rows in value_tables(run).items():
         charts = [place.format(figure.to_json()) for figure in figures(run, column, rows["value"].tolist())]

@@ -277,23 +277,22 @@ class Run:
     def _found(self, search: str | None) -> tuple[str, list[Any]]:
         if not search:
             return "true", []
-        conditions, parameters, known = ["true"], [search.strip()], self.sql("FROM groups LIMIT 0").columns
+        conditions, parameters = ["true"], [search.strip()]
+        names = self.sql("FROM groups LIMIT 0").columns
+        by = {name.lower()[3:]: name for name in names if re.fullmatch(r"by\.[\w.-]+", name)}
         for word in search.lower().split():
-            column, _, value = word.partition("=")
-            if (by := f"by.{column}") in (name.lower() for name in known):
-                conditions.append(f"prompt_id IN (SELECT prompt_id FROM groups WHERE lower({_named(by)}) = ?)")
+            column, equals, value = word.partition("=")
+            if equals and column in by:
+                conditions.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("{by[column]}") = ?)')
                 parameters.append(value)
             else:  # columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
+                forms = word, word, json.dumps(word, ensure_ascii=False)[1:-1]
                 conditions.append(
                     "(contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?))"
                 )
-                parameters += [word, word, json.dumps(word, ensure_ascii=False)[1:-1]]
+                parameters += forms
         found = f"prompt_id IN (SELECT prompt_id FROM prompts WHERE {' AND '.join(conditions)})"
         return f"(prompt_id::VARCHAR = ? OR {found})", parameters
-
-
-def _named(column: str) -> str:
-    return '"' + column.replace('"', '""') + '"'
 
 
 def _quoted(text: str) -> str:
