@@ -98,7 +98,8 @@ class Advice:
         for column, values in batch.facts.get("values", {}).items():
             for value in sorted({*values[:count]}):
                 own = values[:count] == value
-                became = Counter([name or "alive" for name in told[own]], completions=int(own[group].sum()))
+                became = Counter([name or "alive" for name in told[own].tolist()])
+                became["completions"] = int(own[group].sum())
                 numbers |= {f"`{column} = {value}`/{name}": number for name, number in became.items()}
         self._recent.append({name: float(number) for name, number in numbers.items()})
 

@@ -46,7 +46,7 @@ class ByValue:
         found = {}
         for place, (column, names) in enumerate(self.names.items()):
             counts = Counter(own := [row[place] for row in labels])
-            new = sorted(counts.keys() - set(names), key=lambda one, counts=counts: (-counts[one], one))
+            new = sorted(sorted(counts.keys() - set(names)), key=counts.__getitem__, reverse=True)
             names += new[: MOST_VALUES - len(names)]
             found[column] = np.array([one if one in names else OTHERS for one in own], dtype=object)
         return found
