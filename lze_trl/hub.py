@@ -116,18 +116,21 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
 
 def _without_texts(rows: pa.Table, texts: Collection[str]) -> pa.Table:
     """Rows of a table with numbers, and of its texts only those that are named: not the metrics of values of other columns."""
+    labels = {label(name) for name in texts}
     if "name" in rows.column_names:
-        shown = {label(name) for name in texts}
         paths = [name.removeprefix("eval_").split("/") for name in rows["name"].to_pylist()]
-        rows = rows.filter(pa.array([path[0] != "by" or path[1] in shown for path in paths]))
+        rows = rows.filter(pa.array([path[0] != "by" or path[1] in labels for path in paths]))
     for place, column in enumerate(rows.schema):
         name = "prompt" if column.name == "text" else column.name
-        name = next((text for text in texts if column.name == f"by.{label(text)}"), name)
         if column.name == "columns":
             facts = [json.loads(value) for value in rows["columns"].to_pylist()]
             shown = [json.dumps({key: one[key] for key in one if key in texts}, ensure_ascii=False) for one in facts]
             rows = rows.set_column(place, column, pa.array(shown, column.type))
-        elif re.search("string|binary", str(column.type)) and name not in (*texts, *_PLAIN_TEXTS):
+        elif re.search("string|binary", str(column.type)) and name not in {
+            *texts,
+            *_PLAIN_TEXTS,
+            *(f"by.{one}" for one in labels),
+        }:
             rows = rows.set_column(place, column, pa.nulls(len(rows), column.type))
     return rows
 
