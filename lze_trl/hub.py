@@ -116,21 +116,17 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
 
 def _without_texts(rows: pa.Table, texts: Collection[str]) -> pa.Table:
     """Rows of a table with numbers, and of its texts only those that are named: not the metrics of values of other columns."""
-    labels = {label(name) for name in texts}
+    kept = {*texts, *_PLAIN_TEXTS, *(f"by.{label(name)}" for name in texts)}
     if "name" in rows.column_names:
         paths = [name.removeprefix("eval_").split("/") for name in rows["name"].to_pylist()]
-        rows = rows.filter(pa.array([path[0] != "by" or path[1] in labels for path in paths]))
+        rows = rows.filter(pa.array([path[0] != "by" or ".".join(path[:2]) in kept for path in paths], pa.bool_()))
     for place, column in enumerate(rows.schema):
         name = "prompt" if column.name == "text" else column.name
         if column.name == "columns":
             facts = [json.loads(value) for value in rows["columns"].to_pylist()]
             shown = [json.dumps({key: one[key] for key in one if key in texts}, ensure_ascii=False) for one in facts]
             rows = rows.set_column(place, column, pa.array(shown, column.type))
-        elif re.search("string|binary", str(column.type)) and name not in {
-            *texts,
-            *_PLAIN_TEXTS,
-            *(f"by.{one}" for one in labels),
-        }:
+        elif re.search("string|binary", str(column.type)) and name not in kept:
             rows = rows.set_column(place, column, pa.nulls(len(rows), column.type))
     return rows
 
