@@ -14,8 +14,9 @@ from trl.trainer.utils import get_callable_name
 
 from .config import LZEGRPOConfig
 from .files import displayed
-from .memory.identity import add_prompt_ids
+from .memory.identity import ID_COLUMN, add_prompt_ids, columns_of
 from .memory.outcomes import OutcomeRule
+from .names import near
 from .plan.planners import Planner
 from .prompt_checks import PROMPTS, is_prompt, prompts_of
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
@@ -52,6 +53,13 @@ def prepare(
     _refuse_unfit_object("controller", RolloutController, controller)
     _refuse_unfit_object("planner", Planner, planner)
     makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
+    if args.report_by and (train_dataset is None or isinstance(train_dataset, (Dataset, IterableDataset))):
+        known = [] if train_dataset is None else columns_of(train_dataset)
+        for name in {*args.report_by} - {*known}:
+            raise ValueError(
+                f"`report_by` names the column {name!r}, which the training set lacks: it has {sorted({*known} - {ID_COLUMN})}."
+                f"{near(name, known)} Name some of these, or leave it unset."
+            )
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     train_dataset = with_prompts_checked(train_dataset, "training set", given)

@@ -26,6 +26,7 @@ from trl.trainer.utils import split_pixel_values_by_grid
 
 from .batch import Batch
 from .memory.identity import ID_COLUMN
+from .names import label
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
 from .pack.window import Window
 from .rewards.grading import thinking_prefix
@@ -36,6 +37,7 @@ from .rollout.evaluated import Evaluated
 from .rollout.guard import RewardNotes, checked, is_plain_function
 from .rollout.rounds import BALLOTS
 from .rollout.settling import settle, with_columns
+from .rollout.signals import total_rewards
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
 
@@ -506,6 +508,16 @@ class Engine:
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
 
+    def note_by_value(self, by_value: Any, inputs: list[dict[str, Any]], rewards: torch.Tensor):
+        """Enter the rewards of a batch of an evaluation, shape `(B, F)`, by the values of its rows: of each completion, as TRL logs means."""
+        columns = [total_rewards(rewards, self.reward_weights.to(rewards.device)), *rewards.T]
+        names = ["reward", *(f"rewards/{name}/mean" for name in self.reward_names)]
+        for column, values in by_value.named(gather_object(by_value.labels(inputs))).items():
+            for name, numbers in zip(names, columns, strict=True):
+                for value, number in zip(values, numbers.tolist(), strict=True):
+                    if value != label(None) and not math.isnan(number):
+                        self._trainer._metrics["eval"][f"by/{column}/{value}/{name}"].append(number)
+
     def log_means(self, evaluated: Evaluated):
         """Log the metrics of an evaluation as means over all its completions."""
         trainer, metrics = self._trainer, self._trainer._metrics["eval"]
@@ -514,7 +526,7 @@ class Engine:
             columns |= {f"rewards/{name}/mean": i, f"rewards/{name}/std": i}
         of_groups = trainer.scale_rewards != "batch" and trainer.multi_objective_aggregation == "sum_then_normalize"
         for name, values in metrics.items():
-            if 0 < len(values) == len(evaluated.rows):  # one of each batch
+            if 0 < len(values) == len(evaluated.rows) and not name.startswith("by/"):  # one of each batch
                 if name == "frac_reward_zero_std" and of_groups and trainer.num_generations_eval > 1:
                     # TRL has divided by all rows, and those that fill a batch have no reward
                     batches = zip(values, evaluated.rows, evaluated.scored, strict=True)
@@ -610,15 +622,9 @@ class Engine:
 
     def _log_uniform(self, batch: Batch, sample: UniformSample):
         """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
-        metrics, rewards = self.metrics, batch.rewards
-        # What is remembered of other prompts is of the scores
-        of_scores = np.array_equal(batch.scores, rewards, equal_nan=True)
-        remembered = sample.remembered if of_scores else None
-        metrics["reward"][-1], metrics["reward_std"][-1] = sample.moments(rewards, remembered)
-        columns = batch.rewards_per_func.astype(np.float64).T
-        for (name, place), column in zip(self._entries(), columns, strict=True):
-            of_total = remembered if np.array_equal(column, rewards, equal_nan=True) else None
-            found = sample.moments(column, of_total)
+        metrics, (total, *rewards) = self.metrics, sample.rewards(batch)
+        metrics["reward"][-1], metrics["reward_std"][-1] = total
+        for (name, place), found in zip(self._entries(), rewards, strict=True):
             metrics[f"rewards/{name}/mean"][place], metrics[f"rewards/{name}/std"][place] = found
         if self._trainer.scale_rewards != "batch":
             zero_std = metrics.pop("frac_reward_zero_std")[:-1]

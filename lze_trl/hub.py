@@ -16,6 +16,7 @@ from huggingface_hub import HfApi
 
 from . import checkpoint as store
 from .files import write_atomically
+from .names import label
 from .record import Meta, MissingTelemetryError, open_run
 from .record.curves import held_out_curves
 from .record.evaluations import FILE, first_and_last, read_results, rows_of, text_table
@@ -95,7 +96,9 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
     meta, status = Meta.read(source), Status.read(source)
     meta.settings = public(meta.settings)
     meta.write(target)
-    Status(status.state, max_steps=status.max_steps, advice=public(status.advice)).write(target)
+    hidden = {label(name) for name in meta.settings.get("report_by") or ()} - {*map(label, texts)}
+    advice = [line for line in status.advice if not line.startswith(tuple(f"`{name} = " for name in hidden))]
+    Status(status.state, max_steps=status.max_steps, advice=public(advice)).write(target)
     for table in SQL_TYPES:
         for path in list_parts(source / table):
             with left_out(f"`{path}`"):
@@ -112,14 +115,18 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
 
 
 def _without_texts(rows: pa.Table, texts: Collection[str]) -> pa.Table:
-    """Rows of a table with numbers, and of its texts only those that are named."""
+    """Rows of a table with numbers, and of its texts only those that are named: not the metrics of values of other columns."""
+    kept = {*texts, *_PLAIN_TEXTS, *(f"by.{label(name)}" for name in texts)}
+    if "name" in rows.column_names:
+        paths = [name.removeprefix("eval_").split("/") for name in rows["name"].to_pylist()]
+        rows = rows.filter(pa.array([path[0] != "by" or ".".join(path[:2]) in kept for path in paths], pa.bool_()))
     for place, column in enumerate(rows.schema):
         name = "prompt" if column.name == "text" else column.name
         if column.name == "columns":
             facts = [json.loads(value) for value in rows["columns"].to_pylist()]
             shown = [json.dumps({key: one[key] for key in one if key in texts}, ensure_ascii=False) for one in facts]
             rows = rows.set_column(place, column, pa.array(shown, column.type))
-        elif re.search("string|binary", str(column.type)) and name not in (*texts, *_PLAIN_TEXTS):
+        elif re.search("string|binary", str(column.type)) and name not in kept:
             rows = rows.set_column(place, column, pa.nulls(len(rows), column.type))
     return rows
 

@@ -2,9 +2,29 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import xxhash
+
+
+def label(value: Any) -> str:
+    """
+    A value of the data as a part of a name: its text with `_` for blanks and `/`, of a list or dictionary that of its parts. Where more is
+    replaced, or cut off, four hex digits keep apart what reads alike. Nothing, an empty text and NaN are `no_value`.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value  # of a tensor
+    if isinstance(value, dict):
+        value = [part for pair in sorted(value.items()) if pair[1] is not None for part in pair]
+    if isinstance(value, (list, tuple)):
+        value = "_".join(map(label, value))
+    text = "" if value is None or value != value else f"{value:g}" if isinstance(value, float) else str(value)
+    read = re.sub(r"[\s/]+", "_", text.strip())
+    clean = re.sub(r"[^\w.-]", "_", read)[:40]
+    mark = "" if clean == read else f"_{xxhash.xxh32(read.encode(errors='replace')).intdigest() % 2**16:04x}"
+    return clean + mark or "no_value"
 
 
 def near(name: str, known: Iterable[str], form: Callable[[str], str] = repr, most: int = 1) -> str:

@@ -16,6 +16,7 @@ from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_o
 from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.advice import Advice
+from .record.by_value import ByValue
 from .record.causes import causes
 from .record.ledger import Ledger
 from .record.recorder import Recorder
@@ -45,6 +46,7 @@ class GenerationStep:
     recorder: Recorder
     accelerator: Accelerator
     instruction: Any = None  # supplies further prompts, if the training set grows: `lze_trl.selfplay.online`
+    by_value: ByValue | None = None  # tells what becomes of completions by columns of the data
 
     def __post_init__(self):
         self.generation = 0  # generation batches so far
@@ -183,6 +185,10 @@ class GenerationStep:
         with timed("selection"):
             forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
+            if self.by_value is not None:
+                unbegun = drawn.facts.get("unbegun", ())
+                others = self.passes.load(unbegun) if len(unbegun) else []
+                drawn.facts["values"] = self.by_value.values_of(drawn, others, self.accelerator.process_index)
             self.advice.see(
                 drawn, drawn.prompts.cause, forecasts, engine.learning_rate, moved if in_bfloat16 else np.nan
             )
@@ -290,6 +296,10 @@ class GenerationStep:
         for name, value in metrics.items():
             if not np.isnan(value):
                 engine.metrics[f"lze/{name}"].append(float(value))
+        if self.by_value is not None:
+            for name, value in self.by_value.metrics(drawn, engine.reward_names, self.state.range.outcomes):
+                engine.metrics[name] += [] if np.isnan(value) else [value]
+            engine.metrics.update({name: [float(total)] for name, total in self.by_value.totals.items()})
         # The recording shows what is logged
         drawn.facts["means"] = engine.mean_rewards() | {name: metrics[name] for name in ("pass_rate", "dead_share")}
 
@@ -299,7 +309,8 @@ class GenerationStep:
         prompts, rows, means = {}, {}, {}
         if drawn is not None and chosen is not None:
             pruned = self.state.pruned(drawn.prompt_ids)
-            prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned)
+            values = {f"by.{name}": v[: drawn.num_groups] for name, v in drawn.facts.get("values", {}).items()}
+            prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned, **values)
             rows, means = row_columns(drawn), drawn.facts["means"]
         self.recorder.record(
             prompts,
@@ -329,6 +340,7 @@ class GenerationStep:
             "passes": self.passes.stream,
             "advice": self.advice,
             "ledger": self.ledger,
+            **({} if self.by_value is None else {"by_value": self.by_value}),
         }
 
     def state_dict(self) -> dict[str, Any]:

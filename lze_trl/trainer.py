@@ -34,6 +34,7 @@ from .plan.passes import NoRows, Passes
 from .plan.planners import Planner
 from .plan.stream import StreamedRows
 from .prompt_checks import Context, context_of, token_counter
+from .record.by_value import ByValue
 from .record.console import RunSummary, replace_printers
 from .record.curves import held_out_metrics
 from .record.ledger import Ledger, TokenCost, saving_metrics, token_cost
@@ -267,6 +268,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
             self.accelerator,
             writes,
+            ByValue(args.report_by, dataset) if args.report_by else None,
         )
 
     def _waits(self, words: str):
@@ -361,8 +363,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         # The names of a stream may be unknown
         if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
-        used = self._remove_unused_columns(dataset, description="training")
-        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
+        return self._remove_unused_columns(dataset, description="training")
+
+    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset:
+        # Differs from transformers: prompt ids and the columns of `report_by` are used
+        if not self.args.remove_unused_columns:
+            return dataset
+        used = super()._remove_unused_columns(dataset, description).column_names
+        kept = [name for name in (ID_COLUMN, *(self.args.report_by or ())) if name in dataset.column_names]
+        return dataset.select_columns(list(dict.fromkeys([*used, *kept])))
 
     def get_train_dataloader(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
@@ -438,6 +447,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             rewards = Engine(self).settle_evaluation(rewards, ballots)
         if self._evaluated is not None and not self.model.training:
             rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
+            if (by_value := self.generation_step.by_value) is not None:
+                Engine(self).note_by_value(by_value, inputs, rewards)
         return rewards
 
     @property

@@ -37,7 +37,7 @@ UNEVEN = {
     | (SMALL if "gate" in name else {})
     for name, own in UNEVEN.items()
 }
-EVEN = [("dynamic", 3), ("gate", 3), ("gate of two", 2)]  # rounds that happen to divide
+EVEN = [("dynamic", 3), ("gate", 3), ("gate of two", 2), ("gate holding signal", 3)]  # rounds that happen to divide
 
 SAVED = SETTINGS | {"controller": "dynamic", "selection_ratio": 0.5, "optim": "adamw_torch", "learning_rate": 5e-2}
 SAVED |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
@@ -149,7 +149,7 @@ def test_the_table_and_the_telemetry_of_two_processes(runs):
     assert tables == [row[:-1] for row in expected]
 
 
-@pytest.mark.parametrize("names", [("whole", "resumed"), ("later", "later resumed")])
+@pytest.mark.parametrize("names", [("whole", "resumed"), ("later", "later resumed"), ("holding", "holding resumed")])
 def test_two_processes_resumed(runs, names):
     for rank in range(2):
         whole, resumed = (records(runs, name, 2)[rank] for name in names)

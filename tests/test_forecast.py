@@ -322,10 +322,11 @@ def adviser(directory, strategy="exact", names=("reward",)):
     return Advice(tiny.config(directory, strategy=strategy), list(names))
 
 
-def see(advice, outcomes, funcs=None, rate=1e-3, forecasts=0.5, times=1):
+def see(advice, outcomes, funcs=None, rate=1e-3, forecasts=0.5, times=1, **facts):
     batch = sample(outcomes, *([] if funcs is None else [funcs.sum(axis=1)])).batch
     if funcs is not None:
         batch = batch.with_rows(rewards_per_func=funcs)
+    batch.facts |= facts
     for _ in range(times):
         advice.see(batch, causes(batch), np.broadcast_to(forecasts, batch.num_groups), rate)
     return advice.lines()

@@ -210,6 +210,18 @@ def lines(
     return figure.update_yaxes(range=y_range, visible=bool(series))
 
 
+def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
+    """A figure of each reward, with a line for each of the values of a column of the data, in training and on held-out prompts."""
+    figures, names_of = [], [f"rewards/{name}/mean" for name in dict.fromkeys(run.meta.reward_names)]
+    for reward in [*(["reward"] if len(names_of) > 1 else []), *names_of]:
+        names = {f"by/{column}/{value}/{reward}": value for value in values}
+        names |= {f"eval_{name}": f"{value}, {HELD_OUT}" for name, value in names.items()}
+        logged = logged_curves(run, list(names))
+        heading = f"{reward.removeprefix('rewards/').removesuffix('/mean')} by {column}"
+        figures.append(lines(heading, {called: logged[name] for name, called in names.items() if name in logged}))
+    return figures
+
+
 def sparkline(run: Run) -> go.Figure:
     """The reward that the run is judged by, without axes."""
     values = main_reward(run)

@@ -47,7 +47,7 @@ const draw = () => {
   if (!window.Plotly) return setTimeout(draw, 50);
   for (const place of element.querySelectorAll("[data-figure]:empty")) {
     const {data, layout} = JSON.parse(place.dataset.figure);
-    Plotly.newPlot(place, data, layout, {responsive: true, staticPlot: true});
+    Plotly.newPlot(place, data, layout, {responsive: true, displaylogo: false, staticPlot: !layout.showlegend});
   }
 };
 watch("value", () => requestAnimationFrame(draw));
@@ -181,7 +181,9 @@ class _Page:
 
     def _add_prompts(self):
         with gr.Row():
-            self.search = gr.Textbox(label="Search", placeholder="text, column or id", elem_id="lze-search")
+            self.search = gr.Textbox(
+                label="Search", placeholder="text, column, id, or source=gsm8k", elem_id="lze-search"
+            )
             self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state", min_width=100)
         with gr.Row(elem_id="lze-panes"):
             with gr.Column(scale=3, min_width=320):
@@ -254,6 +256,7 @@ class _Page:
         for part in (self.table, self.scatter):
             then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
         then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
+        then_show(self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet))
         then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(_REFRESH_SECONDS)
@@ -335,7 +338,8 @@ class _Page:
             run = self.book.open(id)
             shown = (figure.to_json() for figure in charts.overview(run))
             # None before the first batch
-            return {self.drawn: seen, self.costs: views.costs(run)} | dict(zip_longest(plots, shown, fillvalue=""))
+            told = views.costs(run) + views.by_value(run, charts.by_value)
+            return {self.drawn: seen, self.costs: told} | dict(zip_longest(plots, shown, fillvalue=""))
         return {self.drawn: seen, self.costs: ""} | dict.fromkeys(plots, "")
 
     def _show(self, *values: Any) -> dict[Any, Any]:

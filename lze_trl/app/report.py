@@ -16,7 +16,7 @@ from ..record import MissingTelemetryError, Run, open_run
 from ..record.curves import curve, evaluated, outcome_histogram, outcome_name
 from ..record.reader import STATES
 from ..version import __version__
-from .views import HTML, overview, settings, table
+from .views import HTML, by_value, overview, settings, table
 
 
 _BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#d55e00", "#009e73", "#8a96a3"
@@ -34,7 +34,7 @@ def write_report(run_dir: str | Path) -> Path:
         document = HTML.report(
             run.name,
             run.summary(),
-            overview(run),
+            overview(run) + by_value(run),
             _learned(run),
             settings(run),
             base64.b64encode(picture).decode(),

@@ -28,6 +28,7 @@ from ..record.curves import (
     main_reward,
     outcome_name,
     reward_curves,
+    value_tables,
     waste,
 )
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
@@ -93,6 +94,17 @@ def costs(run: Run) -> Markup:
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
     evaluations = pd.DataFrame(rows, columns=heading)
     return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
+
+
+def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
+    """Tables of the values of columns of the data, a click on a row of which lists its prompts, and under each the `figures` of the column."""
+    forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead share": percent}
+    place, shown = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup()
+    for column, rows in value_tables(run).items():
+        charts = [place.format(figure.to_json()) for figure in figures(run, column, rows["value"].tolist())]
+        rows.index = pd.Index(f"{column}=" + rows["value"], name="search")
+        shown += HTML.section(f"By {column}", table(f"by-{column}", rows, forms=forms) + Markup().join(charts))
+    return shown
 
 
 def table(

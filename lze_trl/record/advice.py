@@ -1,9 +1,10 @@
 """Advice while a training goes on: what keeps its groups from teaching, and which setting would help."""
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ..batch import Batch, differ, group_mean
 from ..memory.threshold import best_yield
@@ -25,9 +26,8 @@ _ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
 # What is said first: causes of which the first makes the others beside the point
 _SEVERITY = (
-    *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed"),
-    *("cut_off", "same_text"),
-    *("group_size", "hopeless", "solved", "equal", "shaping", "logprobs", "left_out", "gate"),
+    *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed", "cut_off", "same_text"),
+    *("group_size", "hopeless", "solved", "equal", "value", "shaping", "logprobs", "left_out", "gate"),
 )
 _CURES = {
     "unscored": "Check that answers are parsed, and that the reward functions get the dataset columns that they read.",
@@ -64,15 +64,7 @@ class Advice:
         self.args = args
         self.reward_names = reward_names
         self.left_out = ""  # a sentence on prompts that are too long
-        self._recent: deque[np.ndarray] = deque(maxlen=PATIENCE)
-
-    @property
-    def _names(self) -> list[str]:
-        of_funcs = [
-            f"{kind}.{i}" for kind in ("low", "high", "mean", "without") for i in range(len(self.reward_names))
-        ]
-        of_batch = "dead dead_whole stopped one_text empty outcome graded cut_off_rows failed rate moved price blind"
-        return [*CAUSES, *of_batch.split(), *of_funcs]
+        self._recent: deque[dict[str, float]] = deque(maxlen=PATIENCE)
 
     def see(
         self, batch: Batch, causes: np.ndarray, forecasts: np.ndarray, learning_rate: float, moved: float = np.nan
@@ -103,15 +95,18 @@ class Advice:
             "moved": moved,
             "price": self._price(batch, forecasts),
             "blind": np.isnan(batch.logprobs).all(),
-            **{f"low.{i}": column.min(initial=np.inf) for i, column in enumerate(known)},
-            **{f"high.{i}": column.max(initial=-np.inf) for i, column in enumerate(known)},
-            **{f"mean.{i}": column.mean() if len(column) else np.nan for i, column in enumerate(known)},
-            **{
-                f"without.{i}": np.mean(~differ(column, group, count)[drawn]) if drawn.any() else np.nan
-                for i, column in enumerate(others)
-            },
         }
-        self._recent.append(np.array([numbers[name] for name in self._names], dtype=np.float64))
+        for i, (column, other) in enumerate(zip(known, others, strict=True)):
+            numbers[f"low.{i}"], numbers[f"high.{i}"] = column.min(initial=np.inf), column.max(initial=-np.inf)
+            numbers[f"mean.{i}"] = column.mean() if len(column) else np.nan
+            numbers[f"without.{i}"] = np.mean(~differ(other, group, count)[drawn]) if drawn.any() else np.nan
+        for column, values in batch.facts.get("values", {}).items():
+            for value in sorted({*values[:count]}):
+                own = values[:count] == value
+                became = Counter([name or "alive" for name in told[own].tolist()])
+                became["completions"] = int(own[group].sum())
+                numbers |= {f"`{column} = {value}`/{name}": number for name, number in became.items()}
+        self._recent.append({name: float(number) for name, number in numbers.items()})
 
     def _price(self, batch: Batch, forecasts: np.ndarray) -> float:
         """
@@ -135,7 +130,8 @@ class Advice:
         of_data = {"left_out": self.left_out} if self.left_out else {}
         if not self._recent:
             return of_data
-        table = dict(zip(self._names, np.stack(self._recent, axis=1), strict=True))
+        frame = pd.DataFrame(self._recent)
+        table = {name: frame[name].to_numpy() for name in frame}
         flat = len(self._recent) >= _FEW and (table["dead"] == 1.0).all()
         if not (ended or flat or len(self._recent) == PATIENCE):
             return of_data
@@ -143,7 +139,8 @@ class Advice:
         settings = self._of_settings(table, batches)
         if collapsed := self._of_collapse(table, batches):
             return of_data | collapsed | settings
-        return of_data | self._of_groups(table, batches) | self._of_rewards(table, batches) | settings
+        of_groups = self._of_groups(table, batches) | self._of_values(table, batches)
+        return of_data | of_groups | self._of_rewards(table, batches) | settings
 
     def _of_collapse(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         """A policy that answers every prompt with one text, mostly none: whatever the rewards say follows from that."""
@@ -176,11 +173,9 @@ class Advice:
                 continue
             if dead >= _MOST and share >= _OF_GROUPS:
                 at = at_limit if cause == "cut_off" else ""
-                skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
-                cure = "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
                 said[cause] = (
                     f"{dead:.0%} of the groups of the last {batches} were dead{stopped}, {share:.0%} of all groups with this cause: "
-                    f"{what}{at}. {cure}"
+                    f"{what}{at}. {self._cure(cause)}"
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
@@ -189,6 +184,29 @@ class Advice:
                 f"`max_completion_length{higher}`, or ask for shorter answers."
             )
         return said | too_small
+
+    def _cure(self, cause: str) -> str:
+        skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
+        return "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
+
+    def _of_values(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
+        """Values of a column of the data whose groups were all dead, while others of it lived."""
+        said: dict[str, str] = {}
+        sums: defaultdict[str, Counter] = defaultdict(Counter)
+        for name, numbers in table.items():
+            key, _, counted = name.partition("/")
+            if counted:
+                sums[key][counted] += np.nansum(numbers)
+        for key, own in sums.items():
+            of_column = [other for name, other in sums.items() if name.split(" = ")[0] == key.split(" = ")[0]]
+            share = own["completions"] / max(sum(other["completions"] for other in of_column), 1.0)
+            cause, groups = max(CAUSES, key=own.__getitem__), own.total() - own["completions"]
+            if groups >= _FEW and not own["alive"] and own[cause] and any(other["alive"] for other in of_column):
+                said[f"value.{key}"] = (
+                    f"{key} took {share:.0%} of the completions of the last {batches}, and all of its {groups:,.0f} groups were dead, "
+                    f"{own[cause] / groups:.0%} with this cause: {CAUSES[cause]}. {self._cure(cause)} Or leave its prompts out."
+                )
+        return said
 
     def _of_size(self, table: dict[str, np.ndarray], dead: float, batches: str) -> dict[str, str]:
         """Groups that are too small for the pass rate: as many are dead as chance makes dead, if every prompt passes as often."""
@@ -279,14 +297,16 @@ class Advice:
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers of the latest batches."""
-        return {"recent": np.array(self._recent).reshape(len(self._recent), len(self._names))}
+        frame = pd.DataFrame(self._recent)
+        return {"recent": frame.to_numpy(dtype=np.float64), "names": list(frame)}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint; of a run with other rewards, begin anew."""
-        recent = state["recent"]
-        self._recent.clear()
-        if recent.shape[1:] == (len(self._names),):
-            self._recent.extend(recent)
+        names = state.get("names", [])
+        same = sum(name.startswith("low.") for name in names) == len(self.reward_names)
+        self._recent = deque(
+            [dict(zip(names, row, strict=True)) for row in state["recent"].tolist() if same], PATIENCE
+        )
 
 
 def dead_at(rate: float, size: int) -> float:

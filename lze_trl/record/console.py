@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,12 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from .curves import value_tables
 from .evaluations import first_and_last, read_results, rows_of, text_table
 from .ledger import headline, skipped_visits
+from .numbers import fixed
+from .reader import open_run
+from .schema import TelemetryError
 
 
 logger = logging.getLogger(__name__)
@@ -96,6 +100,10 @@ class RunSummary(TrainerCallback):
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
+        if args.telemetry and args.report_by:
+            with suppress(TelemetryError), closing(open_run(args.output_dir)) as run:
+                for column, rows in value_tables(run).items():
+                    lines += [f"By {column}", rows.to_string(index=False, float_format=fixed, na_rep="–")]
         lines += [f"{label + ':':<11}{path}" for label, path in files.items()]
         _write("\n".join(["", *lines]))
 

@@ -79,15 +79,37 @@ def waste(run: Run) -> tuple[float, str, float]:
     Share of the groups of the last fifth of the generation batches that were dead and drawn in full, the most frequent cause, one of
     [`CAUSES`], and its share of these dead groups; a share is NaN, and the cause `""`, where that is not known.
     """
-    (row,) = (
-        run.arrow(f"""SELECT coalesce(sum(paid) / nullif(sum(groups), 0), 'nan') AS share, min(generation) AS first FROM (
-        SELECT generation, groups, {PAID} AS paid FROM generations
-        QUALIFY row_number() OVER (ORDER BY generation DESC) <= greatest(1, count(*) OVER () // 5))""").to_pylist()
-    )
+    query = f"""SELECT coalesce(sum({PAID}) / nullif(sum(groups), 0), 'nan') AS share, min(generation) AS first FROM (
+        FROM generations QUALIFY row_number() OVER (ORDER BY generation DESC) <= greatest(1, count(*) OVER () // 5))"""
+    (row,) = run.arrow(query).to_pylist()
     causes = run.sql("SELECT cause FROM groups WHERE dead AND generation >= ? AND cause <> 'stopped'", [row["first"]])
     shares = causes["cause"].value_counts(normalize=True)
     cause = next((name for name in shares.index if name in CAUSES), "")
     return float(row["share"]), cause, float(shares.get(cause, np.nan))
+
+
+def value_tables(run: Run) -> dict[str, pd.DataFrame]:
+    """
+    By column of the data, what its values have cost so far, the most expensive first; the reward that the run is judged by and the share of
+    dead groups, means over its last fifth, and the reward on held-out prompts now; and the cause of most dead groups, one of [`CAUSES`].
+    """
+    held_out = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
+    found = run.sql(
+        r"""WITH paths AS (
+            SELECT name, regexp_extract(name, '^((?:eval_)?by)/([^/]+)/([^/]+)/(.+)', ['kind', 'data_column', 'data_value', 'metric']) AS path
+            FROM (SELECT DISTINCT name FROM steps WHERE contains(name, 'by/'))
+        ), logged AS (
+            SELECT path.*, step, value AS number, step > 0.8 * max(step) OVER () AS recent FROM steps JOIN paths USING (name) WHERE path.kind <> ''
+        ) SELECT data_column, data_value AS value, max(number) FILTER (metric = 'completions')::BIGINT AS completions,
+            max(number) FILTER (metric = 'tokens')::BIGINT AS "generated tokens", avg(number) FILTER (recent AND kind = 'by' AND metric = ?) AS reward,
+            arg_max(number, step) FILTER (kind = 'eval_by' AND metric = ?) AS held_out,
+            avg(number) FILTER (recent AND metric = 'dead_share') AS "dead share",
+            arg_max(metric, number) FILTER (starts_with(metric, 'dead/') AND metric <> 'dead/stopped') AS mostly
+        FROM logged GROUP BY ALL HAVING completions IS NOT NULL ORDER BY completions DESC, value""",
+        [held_out.removeprefix("eval_")] * 2,
+    ).rename(columns={"held_out": HELD_OUT})
+    found["mostly"] = [CAUSES.get(str(name).removeprefix("dead/"), "") for name in found["mostly"]]
+    return {str(column): rows.drop(columns="data_column") for column, rows in found.groupby("data_column")}
 
 
 def interval(run: Run, name: str, value: float) -> tuple[float, float]:

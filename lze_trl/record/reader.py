@@ -206,7 +206,8 @@ class Run:
         """
         What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
 
-        `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain each of its words, whatever the case, or whose id it is.
+        `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain each of its words, whatever the case, or whose id it is;
+        a word such as `source=gsm8k` those with a value of a column that `report_by` names.
         `order` is one of [`ORDERS`], the highest first with a `-` before it.
         """
         if state not in (*STATES, None):
@@ -215,7 +216,7 @@ class Run:
             raise ValueError(f"`order` must be one of {list(ORDERS)}, with or without `-` before it, got {order!r}.")
         by = f"{column} {'ASC' if column == order else 'DESC'} NULLS LAST, prompt_id"
         texts = "JOIN (SELECT prompt_id, any_value(text) AS text FROM prompts GROUP BY ALL) USING (prompt_id)"
-        condition, parameters = _found(search)
+        condition, parameters = self._found(search)
         # The page is cut before the texts are fetched: only its few rows are read in full
         query = f"""WITH page AS (
                 SELECT prompt_states.* FROM prompt_states {texts if column == "text" else ""}
@@ -229,7 +230,7 @@ class Run:
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
         """Number of visited prompts in each state, those that `search` finds if it is given."""
-        condition, parameters = _found(search)
+        condition, parameters = self._found(search)
         query = f"SELECT state, count(*) AS prompts FROM prompt_states WHERE {condition} GROUP BY state"
         return self.sql(query, parameters).set_index("state")["prompts"].reindex(STATES, fill_value=0).to_dict()
 
@@ -273,20 +274,26 @@ class Run:
             FROM generations""").to_pylist()[0]
         return row | {"ledger": dict(row["ledger"] or []), "prompts": self.prompt_counts()}
 
+    def _found(self, search: str | None) -> tuple[str, list[Any]]:
+        if not search:
+            return "true", []
+        conditions, parameters = ["true"], [search.strip()]
+        names = self.sql("FROM groups LIMIT 0").columns
+        by = {name.lower()[3:]: name for name in names if re.fullmatch(r"by\.[\w.-]+", name)}
+        for word in search.lower().split():
+            column, equals, value = word.partition("=")
+            if equals and column in by:
+                conditions.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("{by[column]}") = ?)')
+                parameters.append(value)
+            else:  # columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
+                forms = word, word, json.dumps(word, ensure_ascii=False)[1:-1]
+                conditions.append(
+                    "(contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?))"
+                )
+                parameters += forms
+        found = f"prompt_id IN (SELECT prompt_id FROM prompts WHERE {' AND '.join(conditions)})"
+        return f"(prompt_id::VARCHAR = ? OR {found})", parameters
+
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def _found(search: str | None) -> tuple[str, list[Any]]:
-    if not search:
-        return "true", []
-    # Columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
-    one = "(contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?))"
-    words = search.lower().split()
-    every = " AND ".join([one] * len(words)) or "true"
-    condition = f"(prompt_id::VARCHAR = ? OR prompt_id IN (SELECT prompt_id FROM prompts WHERE {every}))"
-    return condition, [
-        search.strip(),
-        *(form for w in words for form in (w, w, json.dumps(w, ensure_ascii=False)[1:-1])),
-    ]

@@ -78,13 +78,32 @@ class UniformSample:
     Attributes:
         votes (float64, `(B,)`): Weight of each completion of the batch.
         remembered (float64, `(n,)`): Mean score of each prompt that got none; NaN if it has none.
-        live_share (`float`): Estimated share of live groups, between 0 and 1, see [`StoppedGroups`]. A prompt that got no completion counts
-            with the forecast that its group is live. NaN where too little was drawn to estimate it.
+        live (float64, `(P + n,)`): How many live groups each prompt stands for, between 0 and 1: first those that got completions, see
+            [`StoppedGroups`], then the others, by the forecast that their group is live. NaN where too little was drawn to estimate it.
     """
 
     votes: np.ndarray
     remembered: np.ndarray
-    live_share: float
+    live: np.ndarray
+
+    def part(self, group: np.ndarray, chosen: np.ndarray) -> "UniformSample":
+        """The sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
+        drawn = len(chosen) - len(self.remembered)
+        return UniformSample(self.votes * chosen[:drawn][group], self.remembered[chosen[drawn:]], self.live[chosen])
+
+    @property
+    def live_share(self) -> float:
+        """Estimated share of live groups, between 0 and 1, or NaN."""
+        return float(self.live.mean())
+
+    def rewards(self, batch: Batch) -> list[tuple[float, float]]:
+        """Moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
+        totals, found = batch.rewards, []
+        of_scores = np.array_equal(batch.scores, totals, equal_nan=True)
+        for column in (totals, *batch.rewards_per_func.astype(np.float64).T):
+            is_known = of_scores and np.array_equal(column, totals, equal_nan=True)
+            found.append(self.moments(column, self.remembered if is_known else None))
+        return found
 
     def moments(self, values: np.ndarray, remembered: np.ndarray | None = None) -> tuple[float, float]:
         """
@@ -115,4 +134,4 @@ def uniform_sample(
     votes = np.where(rows, 1.0 / np.maximum(first, 1)[rollouts.group], 0.0)
     if live is None:
         live = differ(rollouts.signals[rows], rollouts.group[rows], len(first)).astype(np.float64)
-    return UniformSample(votes, remembered, float(np.append(live[first > 0], forecasts).mean()))
+    return UniformSample(votes, remembered, np.append(live[first > 0], forecasts))

@@ -342,6 +342,8 @@ class Rounds:
         if finished is not None:
             weights = represented(weights, finished[has_rows])
         batch.facts |= {"uniform": sample, "mean_tokens": mean, "evened_out": pending.evened_out}
+        finished = None if finished is None else finished[has_rows]
+        batch.facts |= {"unbegun": pending.plan.rows[~has_rows], "finished": finished}
         return batch.with_prompts(weights=weights)
 
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:

@@ -25,9 +25,10 @@ from lze_trl.app.charts import METRICS, OVERVIEW_CHARTS
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
 from lze_trl.record import Meta, TelemetryWriter, open_run
-from lze_trl.record.curves import curve
+from lze_trl.record.curves import curve, value_tables
 from lze_trl.record.ledger import PLAIN, against_plain
 from lze_trl.record.schema import STATUS_FILE
+from test_by_value import make as make_by_value
 from test_telemetry import record_run, wait_for
 
 
@@ -211,6 +212,24 @@ def test_a_click_on_a_state_lists_its_prompts(page, address, runs):
     wait_for(lambda: page.locator("#lze-found").inner_text().strip().startswith(f"{count} prompt"))
     assert page.locator("#lze-state input").input_value() == state
     assert page.get_by_role("tab", name="Prompts").get_attribute("aria-selected") == "true"
+
+
+def test_a_click_on_a_value_of_a_column_lists_its_prompts(page, tmp_path):
+    make_by_value(tmp_path / "run", max_steps=4).train()
+    run = open_run(tmp_path / "run")
+    expected = value_tables(run)["source"]["value"].tolist()
+    value = expected[0]
+    with serve(tmp_path / "run") as address:
+        open_page(page, address)
+        page.locator("#lze-by-source").wait_for(timeout=60_000)
+        assert list(cells(page, "#lze-by-source")) == expected
+        charts = page.locator("#lze-cost [data-figure].js-plotly-plot")
+        wait_for(lambda: charts.count() == 3)
+        assert {"easy", "mid"} <= set(shown_lines(charts.nth(1)))
+        row(page, "#lze-by-source", 0).click()
+        count = run.groups().query("`by.source` == @value")["prompt_id"].nunique()
+        wait_for(lambda: page.locator("#lze-found").inner_text().strip().startswith(f"{count} prompt"))
+        assert f"search=source%3D{value}" in page.url
 
 
 def test_a_live_run_can_be_paused_and_its_prompts_opened(page, tmp_path):
