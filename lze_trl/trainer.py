@@ -279,7 +279,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         args = self.args
         return Passes(
             # A controller that draws prompts takes them from the stream, also where nothing is pruned
-            mode="refill" if controller.draws_prompts or args.self_play["instruct"] else self.resolved["pruning"],
+            mode="refill"
+            if controller.draws_prompts or args.self_play["instruct"] or args.window > 1
+            else self.resolved["pruning"],
             by_prompt=not is_plain(controller, args.num_generations),
             dataset=prompts,
             planner=planner,
@@ -362,7 +364,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
         used = self._remove_unused_columns(dataset, description="training")
-        return dataset.select_columns(list(dict.fromkeys([*used.column_names, ID_COLUMN])))
+        named = [name for name in self.args.report_by or () if name in dataset.column_names]
+        return dataset.select_columns(list(dict.fromkeys([*used.column_names, *named, ID_COLUMN])))
 
     def get_train_dataloader(self):
         # Differs from TRL: the prompt id survives `remove_unused_columns`
@@ -683,7 +686,12 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             source = resolve(self.args.state_from, STATE_FILES)
             state = self.prompt_state
-            known = {"prompts": state, "foresight": state.foresight.model, "gate": state.gate}
+            known = {
+                "prompts": state,
+                "foresight": state.foresight.model,
+                "gate": state.gate,
+                **state.optional_parts(),
+            }
             store.load_parts(store.find_state(source), known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         SIGNALS.waits = self.args.enable_jit_checkpoint
