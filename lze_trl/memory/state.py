@@ -110,7 +110,7 @@ class PromptState:
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:
             size, alive = first_completions(rollouts)
-            self._see_unseen(ids[scored], size, alive[scored])
+            self._see_unseen(ids[scored], size, alive[scored], np.ones(scored.sum()))
             self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
         else:
             complete = scored & (chances > 0)
@@ -118,7 +118,8 @@ class PromptState:
             prompts = self.prompts(ids)
             if self.unseen is not None:  # what chance has completed is too little to learn from
                 expected = np.where(complete, rollouts.alive, self.gate.alive(prompts, rollouts))
-                self._see_unseen(ids[scored], self.group_size, expected[scored])
+                begun = rollouts.prompts.begun if "begun" in rollouts.prompts else np.ones(len(ids))
+                self._see_unseen(ids[scored], self.group_size, expected[scored], 1.0 / begun[scored])
             self.gate.see(prompts, rollouts, counts)
             history, sizes = self.history(ids[complete]), rollouts.sizes[complete]
             self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
@@ -128,12 +129,15 @@ class PromptState:
         self.remember(groups, group_mean(scores, group, len(ids)), counts, stopped)
         return groups
 
-    def _see_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray):
-        """Show the forecasts of new prompts how likely it is by now that groups of `size` completions are alive, `(P,)`."""
+    def _see_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
+        """
+        Show the forecasts of new prompts how likely it is by now that their groups of `size` completions are alive. Each prompt represents
+        `counts` prompts that might have been begun. Both of shape `(P,)`.
+        """
         if self.unseen is not None and size > 1:
             history = self.history(ids)
-            new = history.visits == 0
-            self.unseen.see(ids[new], self.foresight.alive(history, size)[new], alive[new])
+            new, base = history.visits == 0, self.foresight.alive(history, size)
+            self.unseen.see(ids[new], base[new], alive[new], counts[new])
 
     def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
         """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""

@@ -10,6 +10,8 @@ from .regression import OnlineRegression, log_odds
 
 
 Features = Literal["columns", "text", "all"]
+Reader = Callable[[np.ndarray], list[tuple[str, list[tuple[str, Any]]]]]
+"""Gives the texts of prompts by their ids, and for each the names and values of its columns."""
 
 _COLUMN_NUMBERS = _TEXT_NUMBERS = 32
 _GRAMS = (1, 2, 3)  # bytes of the pieces that a text is cut into
@@ -53,18 +55,20 @@ class Unseen:
     Logistic regression of "the group is alive" on numbers of the prompt itself, with the log-odds of what is remembered as offset, see
     [`OnlineRegression`]. It forecasts prompts that were never visited, as long as its forecasts of them have been better (Brier score)
     than their base rate. Nothing is stored for a prompt.
-
-    `read` gives the texts of prompts by their ids, and for each the names and values of its columns.
     """
 
     def __init__(self, features: Features = "all"):
         self.features = features
-        self.read: Callable[[np.ndarray], list[tuple[str, list[tuple[str, Any]]]]] = lambda ids: []
+        self._read: Reader = lambda prompt_ids: []
         size = len(self._numbers("", []))
         self.model = OnlineRegression(1 + size)
         self._moments = np.zeros((3, size))  # number, sum and sum of squares of what was seen
         self._known: dict[int, np.ndarray] = {}
         self._metrics: dict[str, float] = {}
+
+    def read_by(self, read: Reader):
+        """Say how prompts of the training set are read."""
+        self._read, self._known = read, {}
 
     def _numbers(self, text: str, columns: list[tuple[str, Any]]) -> np.ndarray:
         parts = {"columns": lambda: column_numbers(columns), "text": lambda: text_numbers(text)}
@@ -76,9 +80,9 @@ class Unseen:
         if len(self._known) + len(missing) > _KEPT:
             self._known, missing = {}, ids.tolist()
         if missing:
-            read = self.read(np.array(missing, dtype=np.int64))
+            read = self._read(np.array(missing, dtype=np.int64))
             self._known |= {i: self._numbers(*one) for i, one in zip(missing, read, strict=True)}
-        return np.stack([self._known[i] for i in ids.tolist()]) if len(ids) else np.zeros((0, self._moments.shape[1]))
+        return np.stack([self._known[i] for i in ids.tolist()])
 
     def _examples(self, raw: np.ndarray) -> np.ndarray:
         """Features of prompts, `(P, 1 + F)`: a constant, and their numbers, those of the text standardised."""
@@ -101,23 +105,26 @@ class Unseen:
         chances, _ = self.model.forecasts(offset, x)
         return chances, chances if rng is None else self.model.drawn(offset, x, rng)
 
-    def see(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray):
+    def see(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray, counts: np.ndarray):
         """
         Score the forecasts of the new prompts of a batch, then learn from it: from how likely it is by now that their groups are `alive`,
-        `(P,)`, 0 or 1 for a whole group. `base` is what was known of them without their numbers.
+        `(P,)`, 0 or 1 for a whole group. `base` is what was known of them without their numbers, and each scores as `counts` prompts.
         """
         self._metrics = {}
         if not len(ids):
             return
         raw, offset = self._inputs(ids), np.tile(log_odds(base), 2)
-        true, counts = np.repeat([True, False], len(ids)), np.append(alive, 1.0 - alive)
-        forecasts = self.model.forecasts(offset, np.tile(self._examples(raw), (2, 1)))
-        quality = self.model.score(*forecasts, true, counts)
-        if counts[true].any() and counts[~true].any():
-            quality["auc"] = _auc(forecasts[0], true, counts)
+        true, shares = np.repeat([True, False], len(ids)), np.append(alive, 1.0 - alive)
+        forecasts, scored = (
+            self.model.forecasts(offset, np.tile(self._examples(raw), (2, 1))),
+            shares * np.tile(counts, 2),
+        )
+        quality = self.model.score(*forecasts, true, scored) | {"used": float(self.model.better)}
+        if scored[true].any() and scored[~true].any():
+            quality["auc"] = auc(forecasts[0], true, scored)
         self._metrics = {f"unseen_{name}": value for name, value in quality.items()}
         self._moments = self._moments + np.stack([np.ones_like(raw), raw, raw**2]).sum(axis=1)
-        self.model.learn(offset, np.tile(self._examples(raw), (2, 1)), true, counts)
+        self.model.learn(offset, np.tile(self._examples(raw), (2, 1)), true, shares)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the last generation batch, over prompts that were never visited before."""
@@ -133,7 +140,7 @@ class Unseen:
             self._moments = state["moments"].copy()
 
 
-def _auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
+def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
     """Probability that a true example has a higher forecast than another one, ties counting half; each represents `counts`."""
     difference = forecasts[true][:, np.newaxis] - forecasts[~true]
     pairs = np.outer(counts[true], counts[~true])

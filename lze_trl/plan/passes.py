@@ -85,7 +85,7 @@ class Passes:
             self._columns = [name for name in args.report_by or () if name in self.dataset.column_names]
             made = self.dataset.format["type"] == "custom"  # by a transform, perhaps of other columns
             self._texts = self.dataset if made else self.dataset.select_columns(["prompt", *self._columns])
-            self.state.unseen.read = self._read
+            self.state.unseen.read_by(self._read)
 
     @property
     def missing(self) -> int:

@@ -56,8 +56,8 @@ class PromptStream:
         self._queue = _NO_ROWS  # rows of the rest of the pass
         self.passed_over = _NO_ROWS  # rows that the last `take` has left out of the pass as dead
         self._choices = 0  # of a window's best, so far
-        # Of this pass: its prompts, those chosen, their live groups as forecast, and whether only dead ones are left
-        self._chosen = np.zeros(4)
+        # Of this pass: its prompts, candidates so far, live groups among them as forecast, and whether only dead ones are left
+        self._ranked = np.zeros(4)
         self._warned = False
         self.replace_rows(prompt_ids)
 
@@ -126,13 +126,15 @@ class PromptStream:
             return
         best, others = (np.sort(part) for part in np.split(np.argsort(-drawn, kind="stable"), [count]))
         self._queue = np.concatenate([candidates[best], rest, candidates[others]])
-        size, taken, live, only_dead = self._chosen
-        if not only_dead and taken and taken * self.window >= size:
-            needed = needed_to_begin(live / taken / self.state.group_size, self.state.group_size)
-            if only_dead := chances[best].mean() < needed:
+        size, ranked, live, only_dead = self._ranked
+        if ranked < size:
+            self._ranked += 0.0, len(candidates), chances.sum(), 0.0
+        elif not only_dead:
+            group_size = self.state.group_size
+            self._ranked[-1] = chances[best].mean() < needed_to_begin(live / ranked / group_size, group_size)
+            if self._ranked[-1]:
                 rechecked = rng.random(len(self._queue)) < _RECHECKED
                 self._queue, self.passed_over = self._queue[rechecked], self._queue[~rechecked]
-        self._chosen = np.array([size, taken + len(best), live + chances[best].sum(), only_dead])
 
     def _begin_next(self):
         index = self.pass_index + 1
@@ -143,7 +145,7 @@ class PromptStream:
             rows = rng.permutation(len(ranks)) if self.shuffle else np.arange(len(ranks))
         rows = rows[ranks[rows] > -np.inf]
         self._queue = rows[np.argsort(-ranks[rows], kind="stable")]
-        self._chosen = np.array([len(rows), 0.0, 0.0, 0.0])
+        self._ranked = np.array([len(rows), 0.0, 0.0, 0.0])
 
     def _fill(self, batch: np.ndarray, count: int) -> np.ndarray:
         """Fill a batch that is larger than the pass with prompts that the pass leaves out."""
@@ -166,7 +168,7 @@ class PromptStream:
             "queue": self.prompt_ids[self._queue],
         }
         if self.window > 1:
-            own |= {"choices": np.array([self._choices]), "chosen": self._chosen}
+            own |= {"choices": np.array([self._choices]), "ranked": self._ranked.copy()}
         return own | {f"planner.{name}": array for name, array in self.planner.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
@@ -174,7 +176,7 @@ class PromptStream:
         self.pass_index, self.left_out = int(state["pass_index"][0]), state["left_out"]
         self.planner.load_state_dict(section(state, "planner"))
         if "choices" in state:
-            self._choices, self._chosen = int(state["choices"][0]), state["chosen"].copy()
+            self._choices, self._ranked = int(state["choices"][0]), state["ranked"].copy()
         self._queue = self.rows_of(state["queue"])
 
 
