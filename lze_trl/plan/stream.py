@@ -57,7 +57,7 @@ class PromptStream:
         self.passed_over = _NO_ROWS  # rows that the last `take` has left out of the pass as dead
         self._choices = 0  # of a window's best, so far
         # Of this pass: its prompts, candidates so far, live groups among them as forecast, and whether only dead ones are left
-        self._ranked = np.zeros(4)
+        self._ranked = np.array([np.inf, 0.0, 0.0, 0.0])
         self._warned = False
         self.replace_rows(prompt_ids)
 
