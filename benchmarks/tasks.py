@@ -222,7 +222,7 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
         folder = ADDITION_DIR
         return TaskFiles(folder / "model", folder / TRAIN_FILE, folder / "held_out.jsonl")
     if task == "mixed":
-        return _checked(TaskFiles(ADDITION_DIR / "model", MIXED_DIR / TRAIN_FILE, ADDITION_DIR / "held_out.jsonl"))
+        return TaskFiles(ADDITION_DIR / "model", MIXED_DIR / TRAIN_FILE, ADDITION_DIR / "held_out.jsonl")
     if task in MIXES:
         folder = CHECKOUT / "runs" / "skills"
         return TaskFiles(folder / "model", folder / task / TRAIN_FILE, folder / task / HELD_OUT_FILE)

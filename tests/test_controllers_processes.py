@@ -43,14 +43,9 @@ LATER = SAVED | {"controller": "uniform", "pruning": "none", "max_steps": 7, "sa
 GUARDED = SETTINGS | {"controller": "gate", "selector": "zero_variance", "reward": "half_reward", "max_steps": 12}
 # An even number of completions in each round
 GUARDED |= {"num_generations": 3, "controller_kwargs": {"control": 0.2, "explore": 0.2, "recheck": 1.0}}
-# Prompts whose text says that they are hopeless
-UNSEEN = GUARDED | {
-    "prompt_features": "all",
-    "report_by": ["solution"],
-    "window": 2,
-    "controller_kwargs": {"control": 0.0},
-}
-UNSEEN |= {"save_strategy": "steps", "save_steps": 5}
+# Prompts whose length says that they are hopeless
+UNSEEN = GUARDED | {"prompts": 80, "reward": "short_reward", "controller_kwargs": {"control": 0.0}}
+UNSEEN |= {"prompt_features": "text", "window": 2, "save_strategy": "steps", "save_steps": 5}
 TABLE = SETTINGS | {
     "controller": "reinforce_ada_balanced",
     "controller_kwargs": {"round_size": 3, "max_rounds": 4},  # groups that begin on one process and end on the other
@@ -129,7 +124,7 @@ def test_a_window_of_two_processes_is_that_of_one_and_goes_on_where_it_was(runs)
     for other in two:
         assert [entry["rows"] for entry in other["rounds"]] == [entry["rows"] for entry in one["rounds"]]
         assert other["batches"] == one["batches"]
-    assert {entry["lze/unseen_used"] for entry in one["log"] if "lze/unseen_used" in entry} == {0.0, 1.0}
+    assert 1.0 in [entry.get("lze/unseen_used") for entry in one["log"]]
     assert gap(runs / "unseen.1.pt", runs / "unseen.2.pt") < 1e-5
     for processes in (1, 2):
         whole, rest = (records(runs, name, processes)[0] for name in ("unseen", "unseen resumed"))
