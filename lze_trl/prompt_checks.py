@@ -61,7 +61,7 @@ def text_of(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     contents = [message.get("content") or "" for message in prompt]
-    return "\n".join(c if isinstance(c, str) else "".join(part.get("text") or "" for part in c) for c in contents)
+    return "".join(c if isinstance(c, str) else "".join(part.get("text") or "" for part in c) for c in contents)
 
 
 def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list[int]]:

@@ -4,11 +4,13 @@ import functools
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
+from lze_trl.forecast.probe import sample_of
 from lze_trl.memory.state import PromptState
 from lze_trl.memory.unseen import Unseen, auc, column_numbers, text_numbers
 from lze_trl.plan.planners import SolvedPlanner
@@ -98,7 +100,7 @@ def test_the_text_of_a_prompt():
     }
     assert (
         text_of([{"role": "system", "content": "Be brief."}, image, {"role": "assistant", "content": None}])
-        == "Be brief.\nWhat?\n"
+        == "Be brief.What?"
     )
 
 
@@ -306,3 +308,13 @@ def test_a_window_finds_live_groups_first(tmp_path, strategy):
     else:  # as many, and fewer completions for them
         assert ranked.groups_trained == plain.groups_trained
         assert ranked.rows_rolled_out < 0.8 * plain.rows_rolled_out
+
+
+def test_a_forecast_of_a_training_rolls_out_its_own_prompts(tmp_path):
+    settings = MIX | {"reward_funcs": tiny.even_length_reward, "max_steps": 1}
+    samples = []
+    for own in ({}, {"prompt_features": "text", "window": 3}):
+        torch.manual_seed(3)
+        samples.append(sample_of(tiny.make(tmp_path, dataset=mix(), **settings | own), 9).batch)
+    np.testing.assert_array_equal(*(sample.rewards for sample in samples))
+    np.testing.assert_array_equal(*(sample.prompt_tokens for sample in samples))

@@ -142,6 +142,7 @@ class Unseen:
 
 def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
     """Probability that a true example has a higher forecast than another one, ties counting half; each represents `counts`."""
-    difference = forecasts[true][:, np.newaxis] - forecasts[~true]
-    pairs = np.outer(counts[true], counts[~true])
-    return float(np.average((difference > 0) + 0.5 * (difference == 0), weights=pairs))
+    values, place = np.unique(forecasts, return_inverse=True)
+    positives, negatives = (np.bincount(place, counts * some, len(values)) for some in (true, ~true))
+    below = np.cumsum(negatives) - negatives / 2.0
+    return float(positives @ below / (positives.sum() * negatives.sum()))
