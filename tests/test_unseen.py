@@ -85,13 +85,6 @@ def test_any_text_has_numbers(text):
     assert numbers[32] == pytest.approx(np.log1p(len(text.encode(errors="replace"))))
 
 
-def test_texts_with_the_same_pieces_are_near_each_other():
-    one, other, third = (
-        text_numbers(text)[:32] for text in ("What is 12 + 34?", "What is 51 + 27?", "Name a river in Peru")
-    )
-    assert np.linalg.norm(one - other) < 0.7 * np.linalg.norm(one - third)
-
-
 def test_the_text_of_a_prompt():
     assert text_of("a\nb") == "a\nb"
     image = {
@@ -151,8 +144,10 @@ def test_a_source_that_becomes_learnable_is_found():
 
 
 def test_a_forecast_is_that_of_what_is_remembered_until_it_is_better():
-    world, ids = World(), np.arange(9)
-    np.testing.assert_array_equal(world.state.prompts(ids).alive, PromptState(group_size=SIZE).prompts(ids).alive)
+    world = World()
+    assert set(world.state.prompts(np.arange(9)).alive) == set(
+        PromptState(group_size=SIZE).prompts(np.arange(9)).alive
+    )
     for _ in range(5):
         world.visit()
     chances, drawn = world.state.alive(np.arange(1500), rng=keyed_rng(7, 0, "window"))
@@ -316,5 +311,4 @@ def test_a_forecast_of_a_training_rolls_out_its_own_prompts(tmp_path):
     for own in ({}, {"prompt_features": "text", "window": 3}):
         torch.manual_seed(3)
         samples.append(sample_of(tiny.make(tmp_path, dataset=mix(), **settings | own), 9).batch)
-    np.testing.assert_array_equal(*(sample.rewards for sample in samples))
     np.testing.assert_array_equal(*(sample.prompt_tokens for sample in samples))
