@@ -115,6 +115,19 @@ STRATEGIES: dict[str, Strategy] = {
         _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", prompts=3),
     ),
 }
+for _name, _features in {"columns": "columns", "text": "text", "both": "all"}.items():
+    for _window in (1, 2, 4):
+        STRATEGIES[f"gate_unseen_{_name}" + f"_window{_window}" * (_window > 1)] = Strategy(
+            f"gate that knows new prompts by {_name}, window {_window}",
+            _selecting(
+                "zero_variance",
+                controller="gate",
+                loss_normalizer="all",
+                prompt_features=_features,
+                report_by=["kind"],
+                window=_window,
+            ),
+        )
 NOT_SETTINGS = ("oracle", "prompts", "alone")
 """Overrides that are no fields of [`LZEGRPOConfig`]."""
 

@@ -83,6 +83,10 @@ def ready(task: str, options: Options, console: Console) -> TaskFiles:
         if not files.model.is_dir():
             console.print("The warm start of the addition task is made first: about 3 minutes.")
         prepare()
+    if task == "mixed" and options.model is None:
+        from .mixed import prepare as prepare_mix
+
+        prepare_mix()
     if task in MIXES and options.model is None:
         make(task, files.model, files.train, files.held_out)
     return files

@@ -15,6 +15,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 ADDITION_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
 CALCULATOR_DIR = CHECKOUT / "runs" / "calculator"
 OF_ADDITION = ("addition", "few_sums")  # tasks with its model and data
+MIXED_DIR = CHECKOUT / "runs" / "mixed"
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "test.jsonl"
 _READY_MADE = CHECKOUT.parent / "shared"
 _VALIDATION_SHARE = 4  # one in so many of the held-out prompts is for tuning only
@@ -97,6 +98,21 @@ TASKS: dict[str, Task] = {
         eval_every=5,
     ),
 }
+
+TASKS["mixed"] = Task(
+    title="Sums of one to five digits, products and remainders",
+    training={
+        **SHARED,
+        "generation_batch_size": 256,
+        "per_device_train_batch_size": 128,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 8,
+    },
+    learning_rate=2e-4,
+    steps=96,  # three quarters of a pass
+    quick_steps=24,
+    eval_every=12,
+)
 
 
 TASKS["few_sums"] = replace(
@@ -215,6 +231,8 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
     if task in OF_ADDITION:
         folder = ADDITION_DIR
         return TaskFiles(folder / "model", folder / TRAIN_FILE, folder / "held_out.jsonl")
+    if task == "mixed":
+        return TaskFiles(ADDITION_DIR / "model", MIXED_DIR / TRAIN_FILE, ADDITION_DIR / "held_out.jsonl")
     if task in MIXES:
         folder = CHECKOUT / "runs" / "skills"
         return TaskFiles(folder / "model", folder / task / TRAIN_FILE, folder / task / HELD_OUT_FILE)
@@ -243,13 +261,14 @@ def _checked(files: TaskFiles) -> TaskFiles:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a data file as mappings with `prompt` (or `question`) and `solution` (or `answer`), each pair once."""
+    """Rows of a data file as mappings with `prompt` (or `question`), `solution` (or `answer`) and perhaps `kind`, each pair once."""
     pairs = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         prompt = row["prompt"] if "prompt" in row else row["question"]
-        pairs[prompt, row["solution"] if "solution" in row else row["answer"]] = None
-    return [{"prompt": prompt, "solution": solution} for prompt, solution in pairs]
+        pairs[prompt, row["solution"] if "solution" in row else row["answer"]] = row.get("kind")
+    rows = [{"prompt": prompt, "solution": solution, "kind": kind} for (prompt, solution), kind in pairs.items()]
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def load(task: Task, files: TaskFiles, held_out: str) -> TaskData:

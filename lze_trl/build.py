@@ -10,6 +10,7 @@ from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
 from .memory.outcomes import OutcomeRule
 from .memory.state import PromptState
+from .memory.unseen import Unseen
 from .pack.layout import REPLICATED_COST, SHARDED_COST, Geometry
 from .plan.planners import Planner, SolvedPlanner
 from .rollout.controllers import RolloutController
@@ -56,6 +57,7 @@ def make_state(
         recurring=recurring,
         expected=len(dataset) if isinstance(dataset, Dataset) else 0,
         bounds=rule.known_range,
+        unseen=None if args.prompt_features == "none" else Unseen(args.prompt_features),
     )
 
 

@@ -119,6 +119,9 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (http and args.max_completion_length is None, "`vllm_mode='http'` asks for a number of tokens, and `max_completion_length` is None. Set it."),
         (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
         (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),
+        (args.window > 1 and args.prompt_features == "none", f"`window={args.window}` chooses prompts by forecasts. Set `prompt_features='all'`, or leave `window` unset."),
+        (args.window > 1 and args.pruning == "skip", f"`pruning='skip'` makes batches smaller, and `window={args.window}` fills them. Use 'refill' or 'none'."),
+        (args.prompt_features == "columns" and not args.report_by, "`prompt_features='columns'` are those in `report_by`, which is not set. Name some, or use 'text'."),
         (not args.packing and args.max_tokens_per_micro_batch is not None, "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."),
     ]  # fmt: skip
 
@@ -145,6 +148,8 @@ def _of_run(
     writes, itself = args.self_play["instruct"], "`self_play={'instruct': True}`"
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
     overlaps, ahead = args.overlap != "none", "`overlap='one_step'`"
+    features = f"`prompt_features={args.prompt_features!r}`"
+    unread = not readable or ("prompt" not in dataset.column_names and dataset.format["type"] != "custom")
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
     return [
@@ -152,6 +157,9 @@ def _of_run(
         (streamed and ranks, f"`planner` {needs}. Leave it unset, {instead}."),
         (streamed and not uniform, f"{draws} {needs}. Use `controller='uniform'`, {instead}."),
         (dataset is None and (prunes or ranks), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
+        (args.prompt_features != "none" and unread, f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset, {instead}."),
+        (args.prompt_features != "none" and writes, f"{features} forecasts prompts of a pass, and {itself} has none. Leave it unset."),
+        (args.window > 1 and sampler, f"`{sampler}` orders the prompts, and `window={args.window}` another way. Leave `window` unset, or remove it."),
         (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {plans} was passed to rank them. Set 'refill' or 'skip'."),
         (controller.draws_prompts and pruning == "skip", f"`pruning='skip'` makes batches smaller, and {draws} fills them. Use 'refill' or 'none'."),
         (normalizes and not uniform, f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use 'sum_then_normalize'."),

@@ -124,6 +124,13 @@ class LZEGRPOConfig(GRPOConfig):
             each pass re-checks, at least one). `"greso"`: `exploration` (0.5, the probability to roll out after one visit
             without signal), `target` (0.25, the wanted share of dead groups) and `step` (0.01).
 
+        prompt_features (`str`, *optional*, defaults to `"none"`):
+            By what prompts that were never visited are forecast: `"columns"` (the values of the columns in `report_by`), `"text"`, `"all"`
+            (both) or `"none"`. The gate then does not begin a prompt that is not worth its first completion.
+        window (`int`, *optional*, defaults to `1`):
+            From how many of the next batches of a pass the prompts of a batch are chosen, those whose groups are the likeliest to be alive;
+            the others come later in the pass, and what is dead to its end mostly in the next one. 1 keeps the order. Needs `prompt_features`.
+
         > Parameters that control how many completions a prompt gets
 
         controller (`str`, *optional*, defaults to `"uniform"`):
@@ -226,6 +233,8 @@ class LZEGRPOConfig(GRPOConfig):
     pruning: Literal["none", "skip", "refill", None] = None
     planner: Literal[*PLANNERS, None] = None  # type: ignore[valid-type]
     planner_kwargs: Settings = None  # type: ignore[assignment]
+    prompt_features: Literal["none", "columns", "text", "all"] = "none"
+    window: int = 1
     controller: Literal[*CONTROLLERS, None] = None  # type: ignore[valid-type]
     controller_kwargs: Settings = None  # type: ignore[assignment]
     deduplicate: bool | None = None

@@ -56,6 +56,14 @@ def context_of(config: Any) -> int | None:
     return length if length and length > 0 else None  # XLNet has −1 for none
 
 
+def text_of(prompt: Any) -> str:
+    """The words of a prompt: a text, or the contents of messages, of which the parts that are text."""
+    if isinstance(prompt, str):
+        return prompt
+    contents = [message.get("content") or "" for message in prompt]
+    return "".join(c if isinstance(c, str) else "".join(part.get("text") or "" for part in c) for c in contents)
+
+
 def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list[int]]:
     """
     Counts the tokens of prompts, all texts or all conversations, as TRL makes them; `template` are further arguments of
@@ -63,12 +71,9 @@ def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list
     """
     tokenizer = getattr(processor, "tokenizer", processor)
 
-    def words(content: Any) -> str:
-        return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
-
     def count(prompts: list[Any]) -> list[int]:
         if tokenizer is not processor and not isinstance(prompts[0], str):
-            prompts = ["".join(words(message["content"]) for message in prompt) for prompt in prompts]
+            prompts = [text_of(prompt) for prompt in prompts]
         if isinstance(prompts[0], str):
             return [len(ids) for ids in tokenizer(prompts)["input_ids"]]
         given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **template}

@@ -87,6 +87,7 @@ RANGES = {
         "pass_threshold": "(-inf, inf)",
         "max_tokens_per_micro_batch": "[1, inf)",
         "environment_timeout": "(0, inf)",
+        "window": "[1, inf)",
         **{name: interval for interval, names in _THEIRS.items() for name in names.split()},
     },
     "selector_kwargs": {

@@ -285,6 +285,9 @@ class GenerationStep:
             metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing tells of the stopped groups
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
+        if self.state.unseen is not None:
+            planned = len(plan.rows) or plan.num_prompts  # with the prompts that have joined late
+            metrics |= self.state.unseen.metrics() | {"not_begun_share": 1.0 - len(groups) / planned}
         if self.instruction is not None:
             metrics |= self.instruction.metrics()
         lengths = batch.prompt_tokens, batch.completion_tokens
@@ -335,6 +338,7 @@ class GenerationStep:
             "prompts": self.state,
             "foresight": self.state.foresight.model,
             "gate": self.state.gate,
+            **self.state.optional_parts(),
             "guard": self.rounds.guard,
             "comparing": self.rounds.comparing,
             "passes": self.passes.stream,

@@ -281,7 +281,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         args = self.args
         return Passes(
             # A controller that draws prompts takes them from the stream, also where nothing is pruned
-            mode="refill" if controller.draws_prompts or args.self_play["instruct"] else self.resolved["pruning"],
+            mode="refill"
+            if controller.draws_prompts or args.self_play["instruct"] or args.window > 1
+            else self.resolved["pruning"],
             by_prompt=not is_plain(controller, args.num_generations),
             dataset=prompts,
             planner=planner,
@@ -694,7 +696,12 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             source = resolve(self.args.state_from, STATE_FILES)
             state = self.prompt_state
-            known = {"prompts": state, "foresight": state.foresight.model, "gate": state.gate}
+            known = {
+                "prompts": state,
+                "foresight": state.foresight.model,
+                "gate": state.gate,
+                **state.optional_parts(),
+            }
             store.load_parts(store.find_state(source), known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
         SIGNALS.waits = self.args.enable_jit_checkpoint

@@ -46,6 +46,11 @@ def half_reward(prompts, completion_ids, **kwargs):
     return [float(completion[0] % 3 > 0) * one for completion, one in zip(completion_ids, odd, strict=True)]
 
 
+def short_reward(prompts, completion_ids, **kwargs):
+    """Passes two in three completions of short prompts."""
+    return [float(ids[0] % 3 > 0) * (len(prompt) < 8) for ids, prompt in zip(completion_ids, prompts, strict=True)]
+
+
 def no_reward(completion_ids, **kwargs):
     """Passes nothing."""
     return [0.0] * len(completion_ids)
@@ -140,12 +145,13 @@ class FixedTrainer(LZEGRPOTrainer):
 def run(directory: Path, name: str, settings: dict):
     world = int(os.environ.get("WORLD_SIZE", "1"))
     settings = settings | {"per_device_train_batch_size": 12 // world}
+    count = settings.pop("prompts", PROMPTS)
     resume = settings.pop("resume", None)  # name of a run before this one, and its checkpoint
     trainer = FixedTrainer(
         model=str(directory / "model"),
         reward_funcs=globals()[settings.pop("reward", "quarter_reward")],
         args=tiny.config(directory / f"{name}-{world}", **settings),
-        train_dataset=tiny.prompts(PROMPTS),
+        train_dataset=tiny.prompts(count),
     )
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     leave(directory, name, trainer, trainer.record())

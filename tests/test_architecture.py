@@ -37,7 +37,7 @@ ROOMS = {
     "select": "batch",
     "pack": "batch",
     "memory": "batch select",
-    "plan": "batch memory seeding select",
+    "plan": "batch memory prompt_checks seeding select",
     "rollout": "batch memory plan seeding",
     "record": "batch files memory names redaction rollout version",
     "servers": "fingerprint redaction",
@@ -62,7 +62,7 @@ ROOMS = {
     "selfplay settings signals strategies trainer version",
 }
 PURE = (
-    "batch seeding select.energy select.selectors select.advantages memory.state memory.posterior memory.foresight "
+    "batch seeding select.energy select.selectors select.advantages memory.state memory.posterior memory.foresight memory.unseen "
     "plan.planners plan.stream pack.layout pack.weights rollout.controllers"
 )
 

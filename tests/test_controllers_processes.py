@@ -46,6 +46,9 @@ LATER = SAVED | {"controller": "uniform", "pruning": "none", "max_steps": 7, "sa
 GUARDED = SETTINGS | {"controller": "gate", "selector": "zero_variance", "reward": "half_reward", "max_steps": 12}
 # An even number of completions in each round
 GUARDED |= {"num_generations": 3, "controller_kwargs": {"control": 0.2, "explore": 0.2, "recheck": 1.0}}
+# Prompts whose length says that they are hopeless
+UNSEEN = GUARDED | {"prompts": 80, "reward": "short_reward", "controller_kwargs": {"control": 0.0}}
+UNSEEN |= {"prompt_features": "text", "window": 2, "save_strategy": "steps", "save_steps": 5}
 TABLE = SETTINGS | {
     "controller": "reinforce_ada_balanced",
     "controller_kwargs": {"round_size": 3, "max_rounds": 4},  # groups that begin on one process and end on the other
@@ -60,7 +63,8 @@ TABLE = SETTINGS | {
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("controllers")
     tiny.save(directory / "model")
-    cases = CASES | {"guarded": GUARDED}
+    cases = CASES | {"guarded": GUARDED, "unseen": UNSEEN}
+    cases["unseen resumed"] = UNSEEN | {"resume": ["unseen", "checkpoint-5"]}
     for name, settings in cases.items():
         run_case(directory, name, settings)
     uneven = {f"uneven-{name}": settings for name, settings in UNEVEN.items()}
@@ -117,6 +121,21 @@ def test_the_guard_of_two_processes_is_that_of_one(runs):
     for name in ("lze/guard", "lze/gate_live_kept", "lze/gate_price"):
         told = [entry.get(name) for entry in one["log"]]
         assert told == [entry.get(name) for entry in two[0]["log"]] and told[-1] is not None
+
+
+def test_a_window_of_two_processes_is_that_of_one_and_goes_on_where_it_was(runs):
+    (one,), two = records(runs, "unseen", 1), records(runs, "unseen", 2)
+    for other in two:
+        assert [entry["rows"] for entry in other["rounds"]] == [entry["rows"] for entry in one["rounds"]]
+        assert other["batches"] == one["batches"]
+    assert 1.0 in [entry.get("lze/unseen_used") for entry in one["log"]]
+    assert gap(runs / "unseen.1.pt", runs / "unseen.2.pt") < 1e-5
+    for processes in (1, 2):
+        whole, rest = (records(runs, name, processes)[0] for name in ("unseen", "unseen resumed"))
+        assert 0 < len(rest["batches"]) < len(whole["batches"])
+        for name in ("rounds", "batches", "micro_batches"):
+            assert rest[name] == whole[name][-len(rest[name]) :]
+        assert gap(runs / f"unseen.{processes}.pt", runs / f"unseen resumed.{processes}.pt") == 0.0
 
 
 def test_two_processes_without_a_signal(runs):

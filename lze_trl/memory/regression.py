@@ -30,9 +30,20 @@ class OnlineRegression:
         model, offset = self._scores
         return bool(model <= offset)
 
+    @property
+    def better(self) -> bool:
+        """Whether the model has been better than the offset, and not only as good."""
+        model, offset = self._scores
+        return bool(model < offset)
+
     def forecasts(self, offset: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""
         return probability(np.clip(offset + x @ self.weights, -MAX_LOGIT, MAX_LOGIT)), probability(offset)
+
+    def drawn(self, offset: np.ndarray, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Probabilities `(P,)` by weights that are drawn from their posterior, for each example anew."""
+        spread = np.sqrt((x * np.linalg.solve(self.precision, x.T).T).sum(axis=1))
+        return probability(offset + x @ self.weights + spread * rng.standard_normal(len(x)))
 
     def score(self, model: np.ndarray, offset: np.ndarray, true: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """Score the two forecasts of a batch, see [`learn`]. Returns the `brier` score of the one in use."""

@@ -11,6 +11,7 @@ from .index import RowIndex
 from .outcomes import RewardRange
 from .posterior import posterior_mean, posterior_strength, remembered_mean
 from .threshold import Threshold
+from .unseen import Unseen
 
 
 _LOGPROBS = ("logprob_mean", "logprob_min", "logprob_max")
@@ -55,6 +56,7 @@ class PromptState:
     named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
     expected: int = 0  # prompts to allocate memory for
     bounds: tuple[float, float] | None = None  # of the scores, where they are known
+    unseen: Unseen | None = None  # forecasts prompts that were never visited
 
     def __post_init__(self):
         self.range, self.foresight = RewardRange(self.bounds), Foresight()
@@ -108,11 +110,17 @@ class PromptState:
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:
             size, alive = first_completions(rollouts)
+            self._see_unseen(ids[scored], size, alive[scored], np.ones(scored.sum()))
             self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
         else:
             complete = scored & (chances > 0)
             counts = np.divide(1.0, chances, out=np.zeros(len(ids)), where=complete)
-            self.gate.see(self.prompts(ids), rollouts, counts)
+            prompts = self.prompts(ids)
+            if self.unseen is not None:  # what chance has completed is too little to learn from
+                expected = np.where(complete, rollouts.alive, self.gate.alive(prompts, rollouts))
+                begun = rollouts.prompts.begun if "begun" in rollouts.prompts else np.ones(len(ids))
+                self._see_unseen(ids[scored], self.group_size, expected[scored], 1.0 / begun[scored])
+            self.gate.see(prompts, rollouts, counts)
             history, sizes = self.history(ids[complete]), rollouts.sizes[complete]
             self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
         scores, group = rollouts.scores, rollouts.group
@@ -120,6 +128,16 @@ class PromptState:
         stopped = np.zeros(len(ids), dtype=bool) if chances is None else chances == 0
         self.remember(groups, group_mean(scores, group, len(ids)), counts, stopped)
         return groups
+
+    def _see_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
+        """
+        Show the forecasts of new prompts how likely it is by now that their groups of `size` completions are alive. Each prompt represents
+        `counts` prompts that might have been begun. Both of shape `(P,)`.
+        """
+        if self.unseen is not None and size > 1:
+            history = self.history(ids)
+            new, base = history.visits == 0, self.foresight.alive(history, size)
+            self.unseen.see(ids[new], base[new], alive[new], counts[new])
 
     def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
         """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
@@ -187,6 +205,7 @@ class PromptState:
         """What is known before a batch, or once completions are `drawn`."""
         record, history = self._records(prompt_ids), self.history(prompt_ids)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.difficulty_floor)
+        alive, _ = self.alive(prompt_ids, history)
         prompts = Prompts(
             prompt_ids=prompt_ids,
             visits=record["visits"].astype(np.int64),
@@ -195,7 +214,7 @@ class PromptState:
             strength=history.strength,
             difficulty=np.where(_begun(record), difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
-            alive=self.foresight.alive(history, self.group_size),
+            alive=alive,
             pruned=record["pruned"],
         )
         if not len(prompts):
@@ -203,6 +222,20 @@ class PromptState:
         if drawn is not None and drawn.num_rows:
             prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
         return prompts.with_columns(alive_needed=self.gate.needed(prompts))
+
+    def alive(
+        self, prompt_ids: np.ndarray, history: History | None = None, rng: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """
+        Probability that a whole group of each prompt is alive; and, with `rng`, one drawn from what is believed of each prompt that was
+        never visited, so that doubt gets its turn. Both of shape `(P,)`.
+        """
+        history = self.history(prompt_ids) if history is None else history
+        alive, new = self.foresight.alive(history, self.group_size), history.visits == 0
+        drawn = alive.copy()
+        if self.unseen is not None and new.any():
+            alive[new], drawn[new] = self.unseen.alive(prompt_ids[new], alive[new], rng)
+        return alive, drawn
 
     def _records(self, prompt_ids: np.ndarray) -> np.ndarray:
         """Copies of records, shape `(P,)`; zeros for prompts that were never visited."""
@@ -219,6 +252,10 @@ class PromptState:
         return {"pruned_prompts": float(self["pruned"].sum()), "seen_prompts": float(len(self))}
 
     # ---- Save ----
+
+    def optional_parts(self) -> dict[str, Unseen]:
+        """Parts with a state of their own that not every run has, by the name that they have in a checkpoint."""
+        return {} if self.unseen is None else {"unseen": self.unseen}
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the columns over the visited prompts, the range of scores, and the number of batches."""

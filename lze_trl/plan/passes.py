@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from ..memory.identity import ID_COLUMN, distinct_ids, prompts_of_groups
 from ..memory.state import PromptState
+from ..prompt_checks import text_of
 from .planners import Planner
 from .stream import GrowingStream, PromptStream, SamplerOrder, StreamedRows, sampler_order
 
@@ -79,7 +80,12 @@ class Passes:
         ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
         kind = PromptStream if self.mode == "refill" else SamplerOrder
         first = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset)
-        self.stream = kind(self.planner, self.state, ids, args.seed, first, args.shuffle_dataset)
+        self.stream = kind(self.planner, self.state, ids, args.seed, first, args.shuffle_dataset, args.window)
+        if self.state.unseen is not None:
+            self._columns = [name for name in args.report_by or () if name in self.dataset.column_names]
+            made = self.dataset.format["type"] == "custom"  # by a transform, perhaps of other columns
+            self._texts = self.dataset if made else self.dataset.select_columns(["prompt", *self._columns])
+            self.state.unseen.read_by(self._read)
 
     @property
     def missing(self) -> int:
@@ -123,9 +129,15 @@ class Passes:
         """Plan the next `count` prompts of the stream, further ones for a batch that has the rows `taken`."""
         before, skipped = self.stream.pass_index, _NOTHING
         rows = self.stream.take(count, taken)
+        passed_over = self.ids_of(self.stream.passed_over)
         if self.stream.pass_index != before:  # of those that the new pass leaves out, some may fill the batch
             skipped = np.setdiff1d(self.stream.left_out, self.ids_of(rows), assume_unique=True)
-        return self._of_rows(rows, self.stream.pass_index, skipped)
+        return self._of_rows(rows, self.stream.pass_index, np.concatenate([skipped, passed_over]))
+
+    def _read(self, prompt_ids: np.ndarray) -> list[tuple[str, list[tuple[str, Any]]]]:
+        """The texts of prompts, and for each the names and values of the columns that the user names."""
+        read = self._texts.__getitems__(self.stream.rows_of(prompt_ids).tolist())
+        return [(text_of(row["prompt"]), [(name, row[name]) for name in self._columns]) for row in read]
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
         """Prompt ids of dataset rows."""

@@ -15,6 +15,7 @@ from ..batch import section
 from ..memory.identity import ID_COLUMN
 from ..memory.index import RowIndex
 from ..memory.state import PromptState
+from ..memory.threshold import needed_to_begin
 from ..seeding import keyed_rng
 from .planners import Planner, ask_rank
 
@@ -22,6 +23,7 @@ from .planners import Planner, ask_rank
 logger = logging.getLogger(__name__)
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
+_RECHECKED = 0.1  # share of what is dead to the end of a pass that is rolled out all the same
 
 
 class PromptStream:
@@ -31,6 +33,10 @@ class PromptStream:
     A batch may straddle two passes; it never holds a prompt twice. `prompt_ids`, shape `(N,)`, are the distinct ids of the
     training set; prompts that the state knows from other data are no part of a pass. The first pass has the order of TRL's
     sampler, `first_order`, shape `(N,)`.
+
+    With a `window` above 1, the best of so many batches of the pass come first, and the others wait until its end: those whose groups are
+    the likeliest to be alive, by draws of what is believed of them. Once all have been among them and only dead ones are left, a share of
+    these ends the pass.
     """
 
     def __init__(
@@ -41,12 +47,17 @@ class PromptStream:
         seed: int,
         first_order: np.ndarray = _NO_ROWS,
         shuffle: bool = True,
+        window: int = 1,
     ):
-        self.planner, self.state, self.seed = planner, state, seed
+        self.planner, self.state, self.seed, self.window = planner, state, seed, window
         self.first_order, self.shuffle = first_order, shuffle
         self.pass_index = -1
         self.left_out = _NO_ROWS  # ids of the prompts that this pass does not roll out, ascending
         self._queue = _NO_ROWS  # rows of the rest of the pass
+        self.passed_over = _NO_ROWS  # rows that the last `take` has left out of the pass as dead
+        self._choices = 0  # of a window's best, so far
+        # Of this pass: its prompts, candidates so far, live groups among them as forecast, and whether only dead ones are left
+        self._ranked = np.array([np.inf, 0.0, 0.0, 0.0])
         self._warned = False
         self.replace_rows(prompt_ids)
 
@@ -85,7 +96,7 @@ class PromptStream:
         The next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further ones,
         fewer where no active prompt is left.
         """
-        held = _NO_ROWS if taken is None else taken
+        held, self.passed_over = _NO_ROWS if taken is None else taken, _NO_ROWS
         batch = self._next(count, held)
         # If rows are left in the queue, the batch holds them, so it has taken the whole pass
         if len(batch) < count and len(self._queue) == 0:
@@ -95,6 +106,8 @@ class PromptStream:
 
     def _next(self, count: int, held: np.ndarray) -> np.ndarray:
         """At most `count` rows of the queue that a batch does not hold. Those that it holds move to the end."""
+        if self.window > 1 and count:
+            self._bring_forward(count)
         if len(held) == 0:  # the usual case costs O(count)
             batch, self._queue = self._queue[:count], self._queue[count:]
             return batch
@@ -102,6 +115,26 @@ class PromptStream:
         fresh = self._queue[~again]
         self._queue = np.concatenate([fresh[count:], self._queue[again]])
         return fresh[:count]
+
+    def _bring_forward(self, count: int):
+        """Let the `count` best of the next candidates come first, and the others wait until the end of the pass."""
+        rng = keyed_rng(self.seed, self._choices, "window")
+        self._choices += 1
+        candidates, rest = np.split(self._queue, [self.window * count])
+        chances, drawn = self.state.alive(self.prompt_ids[candidates], rng=rng)
+        if not len(drawn) or drawn.min() == drawn.max():
+            return
+        best, others = (np.sort(part) for part in np.split(np.argsort(-drawn, kind="stable"), [count]))
+        self._queue = np.concatenate([candidates[best], rest, candidates[others]])
+        size, ranked, live, only_dead = self._ranked
+        if ranked < size:
+            self._ranked += 0.0, len(candidates), chances.sum(), 0.0
+        elif not only_dead:
+            group_size = self.state.group_size
+            self._ranked[-1] = chances[best].mean() < needed_to_begin(live / ranked / group_size, group_size)
+            if self._ranked[-1]:
+                rechecked = rng.random(len(self._queue)) < _RECHECKED
+                self._queue, self.passed_over = self._queue[rechecked], self._queue[~rechecked]
 
     def _begin_next(self):
         index = self.pass_index + 1
@@ -112,6 +145,7 @@ class PromptStream:
             rows = rng.permutation(len(ranks)) if self.shuffle else np.arange(len(ranks))
         rows = rows[ranks[rows] > -np.inf]
         self._queue = rows[np.argsort(-ranks[rows], kind="stable")]
+        self._ranked = np.array([len(rows), 0.0, 0.0, 0.0])
 
     def _fill(self, batch: np.ndarray, count: int) -> np.ndarray:
         """Fill a batch that is larger than the pass with prompts that the pass leaves out."""
@@ -133,12 +167,16 @@ class PromptStream:
             "left_out": self.left_out.copy(),
             "queue": self.prompt_ids[self._queue],
         }
+        if self.window > 1:
+            own |= {"choices": np.array([self._choices]), "ranked": self._ranked.copy()}
         return own | {f"planner.{name}": array for name, array in self.planner.state_dict().items()}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue the pass of a checkpoint, whose prompts must all be in the training set, in any order."""
         self.pass_index, self.left_out = int(state["pass_index"][0]), state["left_out"]
         self.planner.load_state_dict(section(state, "planner"))
+        if "choices" in state:
+            self._choices, self._ranked = int(state["choices"][0]), state["ranked"].copy()
         self._queue = self.rows_of(state["queue"])
 
 

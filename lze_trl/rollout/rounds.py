@@ -335,7 +335,7 @@ class Rounds:
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
         has_rows = first > 0
         if chances is not None:
-            batch = batch.with_prompts(chances=chances)
+            batch = batch.with_prompts(chances=chances, begun=np.ones(count) if begun is None else begun)
         batch = batch.without_empty_groups()
         first, weights = first[has_rows], weights[has_rows]
         mean = mean_over_full_batch(batch.loss_tokens, batch.group, first, weights)

@@ -1,0 +1,148 @@
+"""What a prompt itself says of its group before its first completion: its text, and columns of the data that the user names."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+
+from .regression import OnlineRegression, log_odds
+
+
+Features = Literal["columns", "text", "all"]
+Reader = Callable[[np.ndarray], list[tuple[str, list[tuple[str, Any]]]]]
+"""Gives the texts of prompts by their ids, and for each the names and values of its columns."""
+
+_COLUMN_NUMBERS = _TEXT_NUMBERS = 32
+_GRAMS = (1, 2, 3)  # bytes of the pieces that a text is cut into
+_READ = 2048  # bytes that are read of either end of a text
+_SCALE = 0.25  # of the numbers of a text: its prior is then about as loose as that of one column
+_KEPT = 16_384  # prompts whose numbers are kept for the next call
+_MOST = 3.0  # standard deviations
+
+
+def text_numbers(text: str) -> np.ndarray:
+    """Log length, and a random projection of the frequencies of the pieces of a text by the signs of their hashes: float64, `(33,)`."""
+    data = np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.uint64)
+    ends = data if len(data) <= 2 * _READ else np.concatenate([data[:_READ], data[-_READ:]])
+    codes = [
+        sum((ends[i : len(ends) - n + 1 + i] << np.uint64(8 * i) for i in range(n)), np.uint64(n << 24))
+        for n in _GRAMS
+        if len(ends) >= n
+    ]
+    hashes = _mixed(np.concatenate([np.zeros(1, dtype=np.uint64), *codes]))
+    signs = np.unpackbits(hashes.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1)[:, :_TEXT_NUMBERS]
+    return np.append(2.0 * signs.mean(axis=0) - 1.0, np.log1p(len(data)))
+
+
+def column_numbers(values: Sequence[tuple[str, Any]]) -> np.ndarray:
+    """One of some buckets for each column and its value: float64, `(32,)`."""
+    buckets = [
+        xxhash.xxh64_intdigest(f"{name}={value}".encode(errors="replace")) % _COLUMN_NUMBERS for name, value in values
+    ]
+    return np.bincount(buckets, minlength=_COLUMN_NUMBERS).astype(np.float64)
+
+
+def _mixed(codes: np.ndarray) -> np.ndarray:
+    """Hashes of numbers, uint64, by the finalizer of MurmurHash3."""
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        codes = (codes ^ (codes >> np.uint64(33))) * np.uint64(factor)
+    return codes ^ (codes >> np.uint64(33))
+
+
+class Unseen:
+    """
+    Logistic regression of "the group is alive" on numbers of the prompt itself, with the log-odds of what is remembered as offset, see
+    [`OnlineRegression`]. It forecasts prompts that were never visited, as long as its forecasts of them have been better (Brier score)
+    than their base rate. Nothing is stored for a prompt.
+    """
+
+    def __init__(self, features: Features = "all"):
+        self.features = features
+        self._read: Reader = lambda prompt_ids: []
+        size = len(self._numbers("", []))
+        self.model = OnlineRegression(1 + size)
+        self._moments = np.zeros((3, size))  # number, sum and sum of squares of what was seen
+        self._known: dict[int, np.ndarray] = {}
+        self._metrics: dict[str, float] = {}
+
+    def read_by(self, read: Reader):
+        """Say how prompts of the training set are read."""
+        self._read, self._known = read, {}
+
+    def _numbers(self, text: str, columns: list[tuple[str, Any]]) -> np.ndarray:
+        parts = {"columns": lambda: column_numbers(columns), "text": lambda: text_numbers(text)}
+        return np.concatenate([make() for name, make in parts.items() if self.features in (name, "all")])
+
+    def _inputs(self, ids: np.ndarray) -> np.ndarray:
+        """Numbers of prompts, `(P, F)`."""
+        missing = [i for i in ids.tolist() if i not in self._known]
+        if len(self._known) + len(missing) > _KEPT:
+            self._known, missing = {}, ids.tolist()
+        if missing:
+            read = self._read(np.array(missing, dtype=np.int64))
+            self._known |= {i: self._numbers(*one) for i, one in zip(missing, read, strict=True)}
+        return np.stack([self._known[i] for i in ids.tolist()])
+
+    def _examples(self, raw: np.ndarray) -> np.ndarray:
+        """Features of prompts, `(P, 1 + F)`: a constant, and their numbers, those of the text standardised."""
+        x = raw.copy()
+        if self.features != "columns":
+            of_text = slice(-_TEXT_NUMBERS - 1, None)
+            count, total, squares = self._moments[:, of_text]
+            mean = total / np.maximum(count, 1.0)
+            deviation = np.sqrt(np.maximum(squares / np.maximum(count, 1.0) - mean**2, 1e-12))
+            x[:, of_text] = _SCALE * np.clip((x[:, of_text] - mean) / deviation, -_MOST, _MOST)
+        return np.concatenate([np.ones((len(x), 1)), x], axis=1)
+
+    def alive(
+        self, ids: np.ndarray, base: np.ndarray, rng: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Probability that the group of each new prompt is alive, `base` where the model is not used; and, with `rng`, one drawn from its posterior."""
+        if not self.model.better:
+            return base, base
+        x, offset = self._examples(self._inputs(ids)), log_odds(base)
+        chances, _ = self.model.forecasts(offset, x)
+        return chances, chances if rng is None else self.model.drawn(offset, x, rng)
+
+    def see(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray, counts: np.ndarray):
+        """
+        Score the forecasts of the new prompts of a batch, then learn from it: from how likely it is by now that their groups are `alive`,
+        `(P,)`, 0 or 1 for a whole group. `base` is what was known of them without their numbers, and each scores as `counts` prompts.
+        """
+        self._metrics = {}
+        if not len(ids):
+            return
+        raw, offset = self._inputs(ids), np.tile(log_odds(base), 2)
+        true, shares = np.repeat([True, False], len(ids)), np.append(alive, 1.0 - alive)
+        forecasts, scored = (
+            self.model.forecasts(offset, np.tile(self._examples(raw), (2, 1))),
+            shares * np.tile(counts, 2),
+        )
+        quality = self.model.score(*forecasts, true, scored) | {"used": float(self.model.better)}
+        if scored[true].any() and scored[~true].any():
+            quality["auc"] = auc(forecasts[0], true, scored)
+        self._metrics = {f"unseen_{name}": value for name, value in quality.items()}
+        self._moments = self._moments + np.stack([np.ones_like(raw), raw, raw**2]).sum(axis=1)
+        self.model.learn(offset, np.tile(self._examples(raw), (2, 1)), true, shares)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last generation batch, over prompts that were never visited before."""
+        return self._metrics
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return self.model.state_dict() | {"moments": self._moments}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """Continue from a checkpoint; one of a run with other `features` has nothing to continue from."""
+        if state["moments"].shape == self._moments.shape:
+            self.model.load_state_dict(state)
+            self._moments = state["moments"].copy()
+
+
+def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
+    """Probability that a true example has a higher forecast than another one, ties counting half; each represents `counts`."""
+    values, place = np.unique(forecasts, return_inverse=True)
+    positives, negatives = (np.bincount(place, counts * some, len(values)) for some in (true, ~true))
+    below = np.cumsum(negatives) - negatives / 2.0
+    return float(positives @ below / (positives.sum() * negatives.sum()))
