@@ -26,7 +26,18 @@ _ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
 # What is said first: causes of which the first makes the others beside the point
 _SEVERITY = (
-    *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed", "cut_off", "same_text"),
+    *(
+        "collapsed",
+        "learning_rate",
+        "bfloat16",
+        "unscored",
+        "weights",
+        "constant",
+        "reward",
+        "failed",
+        "cut_off",
+        "same_text",
+    ),
     *("group_size", "hopeless", "solved", "equal", "value", "shaping", "logprobs", "left_out", "gate"),
 )
 _CURES = {

@@ -66,7 +66,8 @@ class ByValue:
         sample, group, finished = batch.facts.get("uniform"), batch.group, batch.facts.get("finished")
         outcomes = batch.prompts.pass_rates[group] if sample is None else batch.outcomes
         if sample is None:
-            sample = UniformSample(np.ones(batch.num_rows), np.empty(0), batch.alive.astype(np.float64))
+            alive = batch.alive.astype(np.float64)
+            sample = UniformSample(np.ones(batch.num_rows), np.empty(0), alive, np.ones(len(alive), dtype=bool))
         names = ["reward", *(f"rewards/{name}/mean" for name in reward_names)]
         for column, values in batch.facts["values"].items():
             for value in dict.fromkeys(values):

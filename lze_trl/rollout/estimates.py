@@ -80,21 +80,24 @@ class UniformSample:
         remembered (float64, `(n,)`): Mean score of each prompt that got none; NaN if it has none.
         live (float64, `(P + n,)`): How many live groups each prompt stands for, between 0 and 1: first those that got completions, see
             [`StoppedGroups`], then the others, by the forecast that their group is live. NaN where too little was drawn to estimate it.
+        planned (bool, `(P + n,)`): Whether each prompt was in the first round: how many join later depends on what was drawn.
     """
 
     votes: np.ndarray
     remembered: np.ndarray
     live: np.ndarray
+    planned: np.ndarray
 
     def part(self, group: np.ndarray, chosen: np.ndarray) -> "UniformSample":
         """The sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
         drawn = len(chosen) - len(self.remembered)
-        return UniformSample(self.votes * chosen[:drawn][group], self.remembered[chosen[drawn:]], self.live[chosen])
+        of_parts = self.remembered[chosen[drawn:]], self.live[chosen], self.planned[chosen]
+        return UniformSample(self.votes * chosen[:drawn][group], *of_parts)
 
     @property
     def live_share(self) -> float:
         """Estimated share of live groups, between 0 and 1, or NaN."""
-        return float(self.live.mean())
+        return float(self.live[self.planned].mean()) if self.planned.any() else np.nan
 
     def rewards(self, batch: Batch) -> list[tuple[float, float]]:
         """Moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
@@ -112,7 +115,8 @@ class UniformSample:
         """
         weights = self.votes
         if remembered is not None:
-            values, weights = np.append(values, remembered), np.append(weights, np.ones(len(remembered)))
+            planned = self.planned[len(self.planned) - len(remembered) :]
+            values, weights = np.append(values, remembered), np.append(weights, planned)
         counted = ~np.isnan(values) & (weights > 0)
         values, weights, count = values[counted], weights[counted], int(counted.sum())
         if not count:
@@ -123,15 +127,26 @@ class UniformSample:
 
 
 def uniform_sample(
-    rollouts: Batch, first: np.ndarray, live: np.ndarray | None, remembered: np.ndarray, forecasts: np.ndarray
+    rollouts: Batch,
+    first: np.ndarray,
+    live: np.ndarray | None,
+    remembered: np.ndarray,
+    forecasts: np.ndarray,
+    joined: np.ndarray | None = None,
 ) -> UniformSample:
     """
     What uniform sampling would have seen. In the first round prompts got `first` completions; `live` says how many live groups each
-    stands for, `None` if the first round tells. Both have shape `(P,)`. `remembered` are the mean scores of the n prompts that got none,
-    and `forecasts` the probabilities that their groups are live, both of shape `(n,)`.
+    stands for, `None` if the first round tells; they `joined` the batch in this round (default: all in the first one). All have shape
+    `(P,)`. `remembered` are the mean scores of the n prompts that got none in the batch, and `forecasts` the probabilities that their groups
+    are live, both of shape `(n,)`.
     """
     rows = places(rollouts.group) < first[rollouts.group]
     votes = np.where(rows, 1.0 / np.maximum(first, 1)[rollouts.group], 0.0)
     if live is None:
         live = differ(rollouts.signals[rows], rollouts.group[rows], len(first)).astype(np.float64)
-    return UniformSample(votes, remembered, np.append(live[first > 0], forecasts))
+    planned = np.ones(len(first), dtype=bool) if joined is None else joined == 0
+    drawn = rollouts.sizes > 0
+    planned = np.concatenate(
+        [planned[drawn], planned[~drawn] if (~drawn).any() else np.ones(len(forecasts), dtype=bool)]
+    )
+    return UniformSample(votes, remembered, np.append(live[drawn], forecasts), planned)

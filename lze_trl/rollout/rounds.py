@@ -324,14 +324,13 @@ class Rounds:
         if isinstance(self.controller, Gate) and begun is not None:
             seen = gated(self.controller, self.state, batch, begun, finished)
             self.guard.see(batch, *seen, self.controller.group_size)
-        planned = pending.joined == 0  # how many join later depends on what was drawn
-        none = batch.prompt_ids[planned & (first == 0)]
+        none = batch.prompt_ids[first == 0]
         live = None
         if finished is not None:
             live = np.zeros(count)
             live[first > 0] = self.guard.stopped.live(batch.alive[first > 0], finished[first > 0])
         known = self.state.mean_scores(none), self.state.prompts(none).alive
-        sample = uniform_sample(batch, given, live, *known)
+        sample = uniform_sample(batch, given, live, *known, pending.joined)
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
         has_rows = first > 0
         if chances is not None:
