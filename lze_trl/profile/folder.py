@@ -13,7 +13,7 @@ from ..redaction import redacted
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, GROUPS, DATA = "manifest.json", "completions.jsonl", "data/train-00000-of-00001.parquet"
+MANIFEST, GROUPS, DATA = "manifest.json", "completions.jsonl", "train-00000-of-00001.parquet"
 FORMAT = "lze_trl profile"
 PREFIX = "profile_"
 """Begins the names of columns where the data have one of the same name."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import xxhash
 from datasets import Dataset, Features, Value, concatenate_datasets
 from scipy.stats import beta
 
@@ -44,18 +45,21 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
     tokens, seconds = (batch.prompt_tokens + batch.completion_tokens).sum(), sum(group["seconds"] for group in groups)
     counts = f"{len(groups):,} prompts, {batch.num_rows:,} completions, {number(tokens)} tokens, {number(seconds)} s"
     lines = [f"{counts}. {never} of the prompts never pass, {always} always."]
-    parquet = {store.DATA: dataset}
+    tables = {"data": dataset}
     if keep is not None:
         kept = (rates >= keep[0]) & (rates <= keep[1])
-        parquet[f"{_KEPT}/{Path(store.DATA).name}"] = dataset.select(np.flatnonzero(kept))
+        tables[_KEPT] = dataset.select(np.flatnonzero(kept))
         lines += filtered(sample, rates, kept, keep, args.num_generations)
-    for name, rows in parquet.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        rows.to_parquet(folder / name)
+    configs = []
+    for place, rows in tables.items():
+        (path := folder / place / store.DATA).parent.mkdir(exist_ok=True)
+        rows.to_parquet(path)
+        # `datasets` takes a folder of the same name with the same card for this one: what differs is the description
+        hash, name = xxhash.xxh64(path.read_bytes()).hexdigest(), "default" if place == "data" else place
+        configs.append(f"- {{config_name: {name}, data_files: {place}/{store.DATA}, description: {hash}}}")
     with suppress(ImportError):  # without `lze_trl[app]` there is none
         write_atomically(folder / _PICTURE, picture(results, found.dead))
-    files = [("default", "data"), *([(_KEPT, _KEPT)] if keep else [])]
-    card = {"configs": "\n".join(f"- config_name: {one}\n  data_files: {place}/*.parquet" for one, place in files)}
+    card = {"configs": "\n".join(configs)}
     card |= {
         "columns": ", ".join(dataset.column_names),
         "picture": _PICTURE,

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -101,25 +100,18 @@ def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int)
     upto = "at most " if adaptive else ""
     logger.info("%s%d completions of each of %d prompts, of %d in all.", upto.capitalize(), size, len(left), count)
     done, drawn, tokens, begun = 0, 0, 0, time.monotonic()
-    bar = tqdm(
-        total=count, initial=count - len(left), desc="Profile", unit=" prompts", disable=args.disable_tqdm or None
-    )
-    with (
-        bar,
-        trainer.rehearsal(**own) as view,
-        trainer.accelerator.autocast(),
-        open(folder / store.GROUPS, "ab") as file,
-    ):
+    shown = {"desc": "Profile", "unit": " prompts", "disable": args.disable_tqdm or None}  # None: on a terminal
+    bar = tqdm(total=count, initial=count - len(left), **shown)
+    with bar, trainer.rehearsal(**own) as view, trainer.accelerator.autocast():
         rounds, engine = view.generation_step.rounds, Engine(view)
         rounds.controller, rounds.passes.by_prompt = looks, True
-        for rows in np.split(left, range(at_once, len(left), at_once)) if len(left) else ():
+        for place in range(0, len(left), at_once):
+            rows, start = left[place : place + at_once], time.monotonic()
             # Keyed by its first prompt: a batch has the same completions however often a profile was ended before
             torch.manual_seed(int(keyed_rng(args.seed, int(rows[0]), "profile").integers(2**62)))
-            start = time.monotonic()
-            batch = rounds.finish(rounds.begin(Plan(len(rows), 0, rows=rows), engine, done), engine, len(rows))
-            file.write(_lines(batch, rows, (time.monotonic() - start) / len(rows)))
-            file.flush()
-            os.fsync(file.fileno())
+            batch = rounds.finish(rounds.begin(Plan(len(rows), 0, rows=rows), engine, place), engine, len(rows))
+            with open(folder / store.GROUPS, "ab") as file:
+                file.write(_lines(batch, rows, (time.monotonic() - start) / len(rows)))
             bar.update(len(rows))
             before, done, drawn = drawn, done + len(rows), drawn + batch.num_rows
             tokens += int(batch.completion_tokens.sum())
@@ -130,14 +122,11 @@ def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int)
 
 def _lines(batch: Batch, rows: np.ndarray, seconds: float) -> bytes:
     """A line for each group of a batch, which took so many `seconds` each."""
-    groups, ends = [], np.cumsum(batch.sizes)
-    for place, (row, prompt_id) in enumerate(zip(rows.tolist(), batch.prompt_ids.tolist(), strict=True)):
-        own = slice(ends[place] - batch.sizes[place], ends[place])
+    groups, of_groups = [], np.split(np.arange(batch.num_rows), np.cumsum(batch.sizes)[:-1])
+    for row, prompt_id, own in zip(rows.tolist(), batch.prompt_ids.tolist(), of_groups, strict=True):
         values = {name: getattr(batch, name)[own] for name in NUMBERS}
-        group = {
-            name: np.where(np.isnan(value), None, value.astype(object)).tolist() for name, value in values.items()
-        }
-        texts = [plain_text(batch.held["completion"][i]) for i in batch.place[own]]
+        group = {name: np.where(np.isnan(value), None, value).tolist() for name, value in values.items()}
+        texts = [plain_text(batch.held["completion"][place]) for place in batch.place[own]]
         groups.append({"row": row, "prompt_id": prompt_id, "seconds": seconds, **group, "completions": texts})
-    # After a line that was cut off, those that follow are whole
+    # A line that was cut off ends here, and those that follow are whole
     return "".join(f"\n{json.dumps(group)}" for group in groups).encode() + b"\n"
