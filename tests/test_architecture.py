@@ -45,7 +45,7 @@ ROOMS = {
     "rewards": "names",
     "data": "memory names prompt_checks redaction rewards",
     "evaluation": "data files names record rewards servers",
-    "app": "files forecast record remote strategies version",
+    "app": "files forecast profile record remote strategies version",
     "selfplay": "batch data evaluation memory rewards seeding settings",
     "trl_contract": "",
     "config": "memory pack plan redaction rollout select settings strategies",

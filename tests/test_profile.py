@@ -8,13 +8,16 @@ import signal
 import time
 from collections import Counter
 
+import gradio as gr
 import numpy as np
 import pytest
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 
 import tiny
 from case_runs import leave
 from launches import fork, launch, records
+from lze_trl.app import page
+from lze_trl.app import profile as app
 from lze_trl.checkpoint import STATE_NAME, load
 from lze_trl.data import load_prompts
 from lze_trl.job import cli
@@ -275,3 +278,20 @@ def test_what_cannot_be_profiled_is_refused_at_once(tmp_path):
     with pytest.raises(ProfileError, match="holds something else"):
         profile(make(tmp_path / "run"), tmp_path / "profile")
     assert (tmp_path / "profile" / GROUPS).read_text() == "mine"
+
+
+def test_the_app_shows_prompts_and_completions(tmp_path):
+    """Of a folder that holds a profile; a run beside it stays a run."""
+    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"<b>{i}"}] for i in range(8)]})
+    profile(make(tmp_path / "run", dataset=data), tmp_path / "both" / "profile")
+    (folder,), others = app.sort_out([str(tmp_path / "both"), str(tmp_path / "run")])
+    assert others == [str(tmp_path / "run")]
+    rows = app.rows_of(folder)
+    best = rows["pass_rate"].idxmax()
+    assert app.prompts(rows, "-pass_rate").index(best) == app.prompts(rows, "-pass_rate").index("data-row=") + 10
+    assert "<b>" not in app.prompts(rows, "pass_rate") and "&lt;b&gt;" in app.prompts(rows, "pass_rate")
+    assert app.completions(folder, rows["place"][best]).count("<tr><td>") == 8
+    with gr.Blocks() as blocks:
+        app.show(folder, page._html, page._chart)
+    shown = [str(vars(part).get("value")) for part in blocks.blocks.values()]
+    assert any(text.startswith('{"data"') for text in shown) and any(best in text for text in shown)

@@ -6,8 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ..redaction import redacted
 
 
@@ -45,6 +43,8 @@ def described(trainer: Any) -> dict[str, Any]:
 
 
 def _hash(value: Any) -> str:
+    import xxhash  # the app reads profiles without it, and torch
+
     return xxhash.xxh64(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -53,7 +53,7 @@ def weights_hash(model: Any) -> str | None:
     A hash of weights as bfloat16, so that float32 and bfloat16 have one; without adapters, since a new one changes nothing. `None` where
     DeepSpeed or FSDP has shared the weights out.
     """
-    import torch  # the app reads profiles without it
+    import torch
     from torch.distributed.tensor import DTensor
 
     hashes = {}
