@@ -40,12 +40,11 @@ def rows_of(folder: Path) -> pd.DataFrame:
     return frame.set_index(pd.Index([str(group["prompt_id"]) for group in groups], name="prompt id"))
 
 
-def prompts(rows: pd.DataFrame, order: str, opened: str = "") -> Any:
+def prompts(rows: pd.DataFrame, order: str) -> Any:
     """The table of the first prompts in an order of a [`~lze_trl.app.views.table`]."""
-    column = order.removeprefix("-")
+    column, forms = order.removeprefix("-"), dict.fromkeys(("pass_rate", "truncated_share"), percent)
     shown = rows.sort_values(column, ascending=column == order, kind="stable").drop(columns="place")
-    forms = {"pass_rate": percent, "truncated_share": percent}
-    return views.table("profile", shown.head(views.MOST_ROWS), order, opened, forms)
+    return views.table("profile", shown.head(views.MOST_ROWS), order, forms=forms)
 
 
 def completions(folder: Path, place: int) -> Any:
@@ -59,14 +58,9 @@ def completions(folder: Path, place: int) -> Any:
 
 def show(folder: Path, html: Callable[..., Any], chart: Callable[..., Any]):
     """Add a profile to the page that is being made."""
-    rows = rows_of(folder)
+    rows, name = rows_of(folder), folder.resolve().name
     figure = go.Figure(go.Histogram(x=rows["pass_rate"], xbins={"start": 0, "end": 1.05, "size": 0.05}))
     figure.update_layout(title="Prompts by pass rate", height=300, xaxis_title="pass rate", yaxis_title="prompts")
-    with gr.Accordion(f"Profile {folder.resolve().name}: {len(rows):,} prompts"), gr.Row():
-        with gr.Column(scale=3):
-            chart(value=figure.to_json())
-            table = html(f"profile-{folder.resolve().name}", value=prompts(rows, "pass_rate"))
-        detail = html("profile-completions", value="Choose a prompt to see its completions.")
 
     def sort(event: gr.EventData) -> Any:
         return prompts(rows, event.sort)
@@ -74,5 +68,9 @@ def show(folder: Path, html: Callable[..., Any], chart: Callable[..., Any]):
     def open_prompt(event: gr.EventData) -> Any:
         return completions(folder, int(rows["place"][event.row]))
 
+    with gr.Accordion(f"Profile {name}: {len(rows):,} prompts"):
+        chart(value=figure.to_json())
+        table = html(f"profile-{name}", value=prompts(rows, "pass_rate"))
+        detail = html("profile-completions", value="Choose a prompt to see its completions.")
     table.select(sort, None, table, api_visibility="private")
     table.click(open_prompt, None, detail, api_visibility="private")

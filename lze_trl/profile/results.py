@@ -27,14 +27,12 @@ from . import folder as store
 
 NUMBERS = ("rewards", "scores", "signals", "logprobs", "rewards_per_func", "prompt_tokens", "completion_tokens", "cut_off")  # fmt: skip
 """Row columns of a batch that are written for each completion; the last three are integers."""
-_PICTURE, _KEPT = "profile.png", "kept"
 
 
 def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) -> str:
     """Write all that a folder says whose prompts were all rolled out. Returns the summary."""
     groups, args, state = store.read_groups(folder), trainer.args, copy.deepcopy(trainer.prompt_state)
-    batch = batch_of(groups, copy.deepcopy(state))
-    per_batch = max(1, args.generation_batch_size // args.num_generations)
+    batch, per_batch = batch_of(groups, copy.deepcopy(state)), args.generation_batch_size // args.num_generations
     remember(batch, state, per_batch)
     parts = {"prompts": state, "foresight": state.foresight.model, "gate": state.gate}
     checkpoint.save(folder, checkpoint.STATE_NAME, parts, {"global_step": 0})
@@ -48,7 +46,7 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
     tables = {"data": dataset}
     if keep is not None:
         kept = (rates >= keep[0]) & (rates <= keep[1])
-        tables[_KEPT] = dataset.select(np.flatnonzero(kept))
+        tables["kept"] = dataset.select(np.flatnonzero(kept))
         lines += filtered(sample, rates, kept, keep, args.num_generations)
     configs = []
     for place, rows in tables.items():
@@ -56,17 +54,13 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
         rows.to_parquet(path)
         # `datasets` takes a folder of the same name with the same card for this one: what differs is the description
         hash, name = xxhash.xxh64(path.read_bytes()).hexdigest(), "default" if place == "data" else place
-        configs.append(f"- {{config_name: {name}, data_files: {place}/{store.DATA}, description: {hash}}}")
+        configs.append(f'- {{config_name: {name}, data_files: {place}/{store.DATA}, description: "{hash}"}}')
     with suppress(ImportError):  # without `lze_trl[app]` there is none
-        write_atomically(folder / _PICTURE, picture(results, found.dead))
-    card = {"configs": "\n".join(configs)}
-    card |= {
-        "columns": ", ".join(dataset.column_names),
-        "picture": _PICTURE,
-        "text": "\n".join([*lines, "", str(found)]),
-    }
-    write_atomically(folder / "README.md", _CARD.format(**card).encode())
-    return card["text"]
+        write_atomically(folder / "profile.png", picture(results, found.dead))
+    text = "\n".join([*lines, "", str(found)])
+    card = _CARD.format(configs="\n".join(configs), columns=", ".join(dataset.column_names), text=text)
+    write_atomically(folder / "README.md", card.encode())
+    return text
 
 
 def batch_of(groups: list[dict[str, Any]], state: PromptState) -> Batch:
@@ -126,37 +120,30 @@ def filtered(
     sample: GroupSample, rates: np.ndarray, kept: np.ndarray, keep: tuple[float, float], size: int
 ) -> list[str]:
     """What a filter drops, how much of it by chance, and how many completions it saves a training with groups of `size`."""
-    counts = [int(found.sum()) for found in (kept, rates < keep[0], rates > keep[1], np.isnan(rates), ~kept)]
-    lines = [
-        "Kept are pass rates from {:g} to {:g}: {:,} prompts. {:,} are lower, {:,} higher, {:,} have none.".format(
-            *keep, *counts
-        )
-    ]
-    gone = ~kept & ~np.isnan(rates)
+    counts = [int(found.sum()) for found in (kept, rates < keep[0], rates > keep[1], np.isnan(rates))]
+    words = "Kept are pass rates from {:g} to {:g}: {:,} prompts. {:,} are lower, {:,} higher, {:,} have none."
+    lines, gone = [words.format(*keep, *counts)], ~kept & ~np.isnan(rates)
     if sample.binary and gone.any():
         low, high = (beta.cdf(bound, *posteriors(sample))[gone] for bound in keep)
         wrong, reach = (high - low).sum(), OF_NORMAL * float(((high - low) * (1 - high + low)).sum()) ** 0.5
-        lines += [
-            f"{wrong:.1f} [{max(0.0, wrong - reach):.1f}, {wrong + reach:.1f}] of those that go have a pass rate within, and fell outside by chance."
-        ]
-    return [
-        *lines,
-        f"A pass over the kept ones with G = {size} draws {counts[-1] * size:,} completions fewer, {percent(counts[-1] / len(kept))}.",
-    ]
+        told = f"{wrong:.1f} [{max(0.0, wrong - reach):.1f}, {wrong + reach:.1f}]"
+        lines += [f"{told} of those that go have a pass rate within, and fell outside by chance."]
+    less = f"{(~kept).sum() * size:,} completions fewer, {percent(float((~kept).mean()))}"
+    return [*lines, f"A pass over the kept ones with G = {size} draws {less}."]
 
 
 def picture(results: pd.DataFrame, dead: dict[int, Interval]) -> bytes:
     """Histogram of pass rates, shares of dead groups, and lengths by pass rate, as PNG."""
     from matplotlib.figure import Figure  # without pyplot, whose backend may be the user's
 
-    figure, rates = Figure(figsize=(11.0, 3.2), dpi=110, layout="constrained", facecolor="white"), results["pass_rate"]
+    figure, rates = Figure(figsize=(11.0, 3.2), dpi=110, layout="constrained"), results["pass_rate"]
     histogram, shares, lengths = figure.subplots(1, 3)
-    histogram.hist(rates.dropna(), bins=np.linspace(0.0, 1.0, 21), color="#0072b2")
+    histogram.hist(rates.dropna(), bins=np.linspace(0.0, 1.0, 21))
     histogram.set(title="Prompts by pass rate", xlabel="pass rate", ylabel="prompts")
-    values, reach = [s.value for s in dead.values()], [[s.value - s.low, s.high - s.value] for s in dead.values()]
-    shares.bar([f"G = {size}" for size in dead], values, yerr=np.maximum(reach, 0.0).T, color="#d55e00")
+    values, ends = [s.value for s in dead.values()], np.array([[s.low, s.high] for s in dead.values()]).T
+    shares.bar([f"G = {size}" for size in dead], values, yerr=np.abs(ends - values))
     shares.set(title="Share of dead groups", ylim=(0.0, 1.0))
-    lengths.scatter(rates, results["mean_length"], s=6, alpha=0.4, color="#009e73", linewidths=0)
+    lengths.scatter(rates, results["mean_length"], s=6, alpha=0.4)
     lengths.set(title="Length by pass rate", xlabel="pass rate", ylabel="mean tokens")
     figure.savefig(content := io.BytesIO(), format="png")
     return content.getvalue()
@@ -172,7 +159,7 @@ configs:
 
 Every prompt of a training set, rolled out as GRPO would. Columns: {columns}. `manifest.json` says by what.
 
-![Pass rates, dead groups, lengths]({picture})
+![Pass rates, dead groups, lengths](profile.png)
 
 ```text
 {text}

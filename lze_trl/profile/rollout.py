@@ -30,10 +30,8 @@ from .results import NUMBERS, write_results
 
 logger = logging.getLogger(__name__)
 
-_TOLD_AFTER, _ON_SERVERS = (
-    100,
-    1024,
-)  # completions from which the costs of all are told; that servers work on at a time
+_TOLD_AFTER = 100  # completions, from which the costs of all are told
+_ON_SERVERS = 1024  # completions that servers work on at a time
 
 
 class Looks(RolloutController):
@@ -69,8 +67,8 @@ def profile(trainer: Any, folder: Path, num_completions: int = 8, adaptive: bool
             raise store.ProfileError(told)
     ids, config = trainer.passes.stream.prompt_ids, trainer.model.config
     settings = store.described(trainer) | {"num_completions": num_completions, "adaptive": adaptive, "seed": args.seed}
-    settings |= {"engine": args.vllm_mode if args.use_vllm else "transformers", "prompts": len(ids)}
-    settings |= {"prompt_ids": xxhash.xxh64(ids.tobytes()).hexdigest()}
+    settings["engine"] = args.vllm_mode if args.use_vllm else "transformers"
+    settings |= {"prompts": len(ids), "prompt_ids": xxhash.xxh64(ids.tobytes()).hexdigest()}
     with claimed(folder):
         if (manifest := store.read_manifest(folder)) is None:
             if (folder / store.GROUPS).exists() or (folder / store.MANIFEST).exists():
@@ -80,9 +78,7 @@ def profile(trainer: Any, folder: Path, num_completions: int = 8, adaptive: bool
             manifest |= {"settings": settings, "versions": versions}
             write_atomically(folder / store.MANIFEST, json.dumps(manifest, indent=1).encode())
         elif told := store.differences(manifest["settings"], settings):
-            raise store.ProfileError(
-                f"`{folder}` has other settings: {told}. Give the same ones, or another `--output`."
-            )
+            raise store.ProfileError(f"`{folder}` has other settings: {told}. Give them, or another `--output`.")
         _roll_out(trainer, folder, num_completions, adaptive, len(ids))
         return write_results(trainer, folder, keep)
 
@@ -97,11 +93,10 @@ def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int)
     # Groups are drawn by these looks, whatever the controller of the recipe, and nothing is trained on
     own = {"num_generations": size, "controller": "uniform", "controller_kwargs": {}, "selector": "all"}
     own |= {"selection_ratio": 1.0, "telemetry": False, "overlap": "none"}
-    upto = "at most " if adaptive else ""
-    logger.info("%s%d completions of each of %d prompts, of %d in all.", upto.capitalize(), size, len(left), count)
-    done, drawn, tokens, begun = 0, 0, 0, time.monotonic()
-    shown = {"desc": "Profile", "unit": " prompts", "disable": args.disable_tqdm or None}  # None: on a terminal
-    bar = tqdm(total=count, initial=count - len(left), **shown)
+    logger.info("To roll out: %d of %d prompts, %d to %d completions each.", len(left), count, looks.first, size)
+    drawn, tokens, begun = 0, 0, time.monotonic()
+    # None: on a terminal
+    bar = tqdm(None, "Profile", count, initial=count - len(left), unit=" prompts", disable=args.disable_tqdm or None)
     with bar, trainer.rehearsal(**own) as view, trainer.accelerator.autocast():
         rounds, engine = view.generation_step.rounds, Engine(view)
         rounds.controller, rounds.passes.by_prompt = looks, True
@@ -113,10 +108,10 @@ def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int)
             with open(folder / store.GROUPS, "ab") as file:
                 file.write(_lines(batch, rows, (time.monotonic() - start) / len(rows)))
             bar.update(len(rows))
-            before, done, drawn = drawn, done + len(rows), drawn + batch.num_rows
-            tokens += int(batch.completion_tokens.sum())
+            before, drawn, tokens = drawn, drawn + batch.num_rows, tokens + batch.completion_tokens.sum()
             if before < _TOLD_AFTER <= drawn:
-                costs = [number(len(left) / done * cost) for cost in (drawn, tokens, time.monotonic() - begun)]
+                share = (place + len(rows)) / len(left)
+                costs = [number(cost / share) for cost in (drawn, tokens, time.monotonic() - begun)]
                 logger.info("It will take about %s completions with %s tokens, %s seconds.", *costs)
 
 
