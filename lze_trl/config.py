@@ -151,7 +151,7 @@ class LZEGRPOConfig(GRPOConfig):
             Whether to drop rows of the training set that repeat another row, as strategies do that remember prompts. Else each is
             remembered as another prompt, as in a streamed dataset, and where too few for a generation batch would remain.
         state_from (`str`, *optional*):
-            Directory (a run or one of its checkpoints) or Hub id of an earlier run, whose prompt state this run starts
+            Directory (a run, one of its checkpoints, or a profile) or Hub id of an earlier run, whose prompt state this run starts
             from. Ignored when training resumes from a checkpoint.
 
         > Parameters that control the update

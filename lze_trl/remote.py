@@ -11,7 +11,7 @@ from .record.schema import DIRECTORY
 
 
 RUN_FILES = (f"{DIRECTORY}/**", RESULT_FILES)  # what is shown of a run
-STATE_FILES = ("lze_state.*",)  # what another run can begin with
+STATE_FILES = ("lze_state.*", "manifest.json")  # what another run can begin with
 
 
 def resolve(source: str | Path, files: tuple[str, ...] = RUN_FILES) -> Path:

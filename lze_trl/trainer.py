@@ -692,6 +692,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             store.refuse_other_run(resume_from_checkpoint, self._described)
             self._resume(resume_from_checkpoint)
         elif self.args.state_from is not None and not self.generation_step.generation:
+            from .profile.folder import warn_of_others
             from .remote import STATE_FILES, resolve
 
             source = resolve(self.args.state_from, STATE_FILES)
@@ -704,6 +705,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             }
             store.load_parts(store.find_state(source), known)
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
+            if self.is_world_process_zero():
+                warn_of_others(source, self)
         SIGNALS.waits = self.args.enable_jit_checkpoint
         try:
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)

@@ -45,7 +45,7 @@ ROOMS = {
     "rewards": "names",
     "data": "memory names prompt_checks redaction rewards",
     "evaluation": "data files names record rewards servers",
-    "app": "files forecast record remote strategies version",
+    "app": "files forecast profile record remote strategies version",
     "selfplay": "batch data evaluation memory rewards seeding settings",
     "trl_contract": "",
     "config": "memory pack plan redaction rollout select settings strategies",
@@ -55,10 +55,11 @@ ROOMS = {
     "engine": "batch checks evaluation memory names pack rewards rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
+    "profile": "batch checkpoint claim engine files forecast memory plan record redaction rollout seeding",
     "step": "batch engine memory pack plan record rollout seeding select",
-    "trainer": "app build checkpoint checks claim config engine fingerprint forecast hub selfplay memory names plan prompt_checks record "
+    "trainer": "app build checkpoint checks claim config engine fingerprint forecast hub selfplay memory names plan profile prompt_checks record "
     "remote rollout select servers signals step trl_contract",
-    "job": "app checkpoint checks claim config data evaluation files forecast hub names prompt_checks record redaction rewards rollout "
+    "job": "app checkpoint checks claim config data evaluation files forecast hub names profile prompt_checks record redaction rewards rollout "
     "selfplay settings signals strategies trainer version",
 }
 PURE = (

@@ -17,7 +17,7 @@ from ..record import Run, TelemetryError
 from ..record.curves import evaluated
 from ..record.numbers import percent
 from ..record.reader import STATES
-from . import charts, views
+from . import charts, profile, views
 from .runs import RunBook
 
 
@@ -72,7 +72,11 @@ element.addEventListener("keydown", (event) => {
 def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     """Start the app, and serve it until interrupted; see [`~lze_trl.app.launch`]."""
     with gr.Blocks(title="Learning-Zone Energy", analytics_enabled=False, fill_width=True) as app:
-        _Page(RunBook(runs))
+        profiles, others = profile.sort_out(runs)
+        for folder in profiles:
+            profile.show(folder, _html, _chart)
+        if others or not profiles:
+            _Page(RunBook(others))
     app.launch(
         server_name=host,
         server_port=port,

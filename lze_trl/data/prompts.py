@@ -41,7 +41,8 @@ class PromptStyle:
 
     def write(self, messages: list[dict[str, Any]], source: str) -> str | list[dict[str, Any]]:
         """The prompt for a problem, given as messages."""
-        last = {**messages[-1], "content": messages[-1]["content"] + (self.prompt_suffix or "")}
+        suffix, content = self.prompt_suffix or "", messages[-1]["content"]  # which those of a profile have already
+        last = {**messages[-1], "content": content if content.endswith(suffix) else content + suffix}
         if not self.conversational:
             if len(messages) > 1:
                 raise DataError(
@@ -77,7 +78,7 @@ def load_prompts(
             such as `train[:100]`, by default of `train` or of the only split; of a configuration, by default of the one called
             `default` or `main`, or else of all of them, one after the other.
         system_prompt (`str`, *optional*): System prompt of every conversation, in place of the dataset's own.
-        prompt_suffix (`str`, *optional*): Text put after every problem just as it is, with the line break that it begins with.
+        prompt_suffix (`str`, *optional*): Text put after every problem just as it is, with the line break that it begins with, unless it is there.
         conversational (`bool`, *optional*, defaults to `True`): Whether prompts are lists of messages; otherwise, plain text.
         limit (`int`, *optional*): Number of rows to read. Defaults to all.
         prompt_column, answer_column (`str`, *optional*): Columns with the problem and the gold answer, where they are not recognised; `outer.inner` reaches into a nested one.

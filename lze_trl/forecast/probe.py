@@ -22,12 +22,7 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
         ValueError: The trainer runs in several processes or by DeepSpeed or FSDP, or has too few prompts.
     """
     accelerator, args, size = trainer.accelerator, trainer.args, trainer.num_generations
-    kind, sharded = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.FSDP)
-    if accelerator.num_processes > 1 or kind in sharded:
-        raise ValueError(
-            "A forecast needs one process without DeepSpeed or FSDP, and runs on one device. Got "
-            f"{accelerator.num_processes} of the type `{kind.value}`."
-        )
+    refuse_processes(accelerator, "forecast")
     if num_prompts < 2:
         raise ValueError(f"`num_prompts` must be at least 2, got {num_prompts}. Use 128.")
     per_batch, gpu = args.generation_batch_size // size, torch.cuda.is_available()
@@ -67,6 +62,16 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
     constant = constant_rewards(trainer.reward_func_names, joined.rewards_per_func)
     source = f"{len(rows)} prompts rolled out by the policy of now"
     return GroupSample(joined, causes(joined), source, horizon, costs, constant=constant)
+
+
+def refuse_processes(accelerator: Any, what: str):
+    """Raise a `ValueError` unless there is one process, without DeepSpeed and FSDP."""
+    kind, sharded = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    if accelerator.num_processes > 1 or kind in sharded:
+        raise ValueError(
+            f"A {what} needs one process without DeepSpeed or FSDP, and runs on one device. Got "
+            f"{accelerator.num_processes} of the type `{kind.value}`."
+        )
 
 
 def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:

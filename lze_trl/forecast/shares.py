@@ -11,7 +11,8 @@ from .sample import GroupSample
 
 
 DRAWS = 2000
-_FITS, _OF_NORMAL = 16, 1.2816  # standard deviations, of half an 80 % interval
+OF_NORMAL = 1.2816  # standard deviations, of half an 80 % interval
+_FITS, _MANY = 16, 20_000  # bootstrap samples; prompts
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ def resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     count = len(values)
     if (values == values[0]).all() and values[0] in (0.0, 1.0):
         return rng.beta(values.sum() + 0.5, count - values.sum() + 0.5, DRAWS)
+    if count > _MANY:  # a table of `DRAWS` rows would take gigabytes, and the mean is normal
+        return rng.normal(values.mean(), values.std() / count**0.5, DRAWS)
     return rng.multinomial(count, np.full(count, 1.0 / count), DRAWS) @ values / count
 
 
@@ -86,7 +89,7 @@ def _beyond(sample: GroupSample, size: int, rng: np.random.Generator) -> Interva
         rows = rng.integers(len(sample), size=len(sample))
         a, b = fit_beta(sample.passes[rows], sample.batch.sizes[rows])
         of_fits.append(dead_probability(np.array([a]), np.array([b]), size)[0])
-    reach = _OF_NORMAL * float(np.std(of_fits, ddof=1))
+    reach = OF_NORMAL * float(np.std(of_fits, ddof=1))
     return Interval(value, max(0.0, value - reach), min(1.0, value + reach))
 
 

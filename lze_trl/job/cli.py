@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None):
     if not (sys.argv[1:] if arguments is None else arguments):
         return parser.print_help()
     namespace, flags = parser.parse_known_args(arguments)
-    if flags and namespace.command not in (_train, _forecast):
+    if flags and namespace.command not in (_train, _forecast, _profile):
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
     sys.path.append(os.getcwd())  # a training, which is `python -m …`, finds modules of the user there
     with reported_errors(), user_errors():
@@ -87,6 +88,16 @@ def build_parser() -> argparse.ArgumentParser:
     forecast("--num_prompts", type=at_least_one, default=128, help="prompts to roll out, of a recipe")
     forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
+    profile = add(
+        _profile, "RECIPE --output DIR [--num_completions N] [--adaptive] [--keep LOW:HIGH] [--server URL ...]"
+    )
+    profile("recipe", metavar="RECIPE", help="a file under recipes/")
+    profile("--output", metavar="DIR", required=True, help="folder of the profile; one that was ended goes on")
+    profile("--num_completions", type=at_least_one, default=8, help="completions of each prompt; default: 8")
+    profile("--adaptive", action="store_true", help="half of them first, and the rest where these have one reward")
+    profile("--keep", metavar="LOW:HIGH", type=_range, help="pass rates of the prompts that DIR/kept gets")
+    profile("--server", metavar="URL", nargs="+", help="running vLLM servers, which get the model's weights")
+
     add_arguments(add(_eval))
     add(_report)("run", metavar="RUN", help="output folder of the run")
     return parser
@@ -96,6 +107,14 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**16:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {2**16 - 1}, got {text}")
     return int(text)
+
+
+def _range(text: str) -> tuple[float, float]:
+    with suppress(ValueError):
+        low, high = map(float, text.split(":"))
+        if 0.0 <= low < high <= 1.0:
+            return low, high
+    raise argparse.ArgumentTypeError(f"must be two pass rates such as 0.05:0.95, got {text}")
 
 
 # ---- train ----
@@ -204,6 +223,18 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
 
         shown = forecast_recipe([namespace.source, *flags], namespace.num_prompts)
     sys.stdout.write(f"{shown}\n")
+
+
+def _profile(namespace: argparse.Namespace, flags: list[str]):
+    """Roll out every prompt of a recipe's training set, and write the pass rate of each."""
+    read_recipe(namespace.recipe)  # a wrong path is reported before the imports
+    from .train import profile_recipe
+
+    arguments = [namespace.recipe, *flags, "--output_dir", namespace.output]
+    if namespace.server:
+        arguments += ["--use_vllm", "true", "--vllm_mode", "http", "--vllm_server_urls", *namespace.server]
+    settings = {name: vars(namespace)[name] for name in ("num_completions", "adaptive", "keep")}
+    sys.stdout.write(f"{profile_recipe(arguments, **settings)}\n")
 
 
 def _eval(namespace: argparse.Namespace, flags: list[str]):

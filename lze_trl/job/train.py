@@ -61,8 +61,8 @@ def build_trainer(
     return trainer
 
 
-def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
-    """The [`~lze_trl.forecast.Forecast`] of a recipe and flags, which trains and writes nothing."""
+def _idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
+    """The trainer of a recipe and flags, which is not to train, and reports nothing."""
     setup_logging(is_main=True)
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
@@ -70,8 +70,23 @@ def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
     # The constructor makes a repository for either
     training_args.push_to_hub = training_args.log_completions = False
     with user_errors():
-        trainer = LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
+        return LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
+
+
+def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
+    """The [`~lze_trl.forecast.Forecast`] of a recipe and flags, which trains and writes nothing."""
+    trainer = _idle_trainer(arguments)
+    with user_errors():
         return trainer.forecast(num_prompts)
+
+
+def profile_recipe(arguments: Sequence[str], **settings: Any) -> str:
+    """Profile the prompts of a recipe and flags into its `output_dir`, see [`~lze_trl.profile.rollout.profile`]. Returns the summary."""
+    from ..profile.rollout import profile
+
+    trainer = _idle_trainer(arguments)
+    with user_errors():
+        return profile(trainer, Path(trainer.args.output_dir), **settings)
 
 
 def trainer_arguments(

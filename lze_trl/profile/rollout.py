@@ -1,0 +1,129 @@
+"""Rolls out every prompt of a trainer's training set, and goes on where that was ended."""
+
+import json
+import logging
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from datasets import Dataset
+from tqdm.auto import tqdm
+
+from ..batch import Batch, Prompts
+from ..claim import claimed
+from ..engine import Engine
+from ..files import write_atomically
+from ..forecast.probe import refuse_processes
+from ..plan.passes import Plan
+from ..record.numbers import number
+from ..record.tables import plain_text
+from ..redaction import without_secrets
+from ..rollout.controllers import RolloutController
+from ..seeding import keyed_rng
+from . import folder as store
+from .results import NUMBERS, write_results
+
+
+logger = logging.getLogger(__name__)
+
+_TOLD_AFTER = 100  # completions, from which the costs of all are told
+_ON_SERVERS = 1024  # completions that servers work on at a time
+
+
+class Looks(RolloutController):
+    """A first look at every prompt, and a second one where all of its completions have one reward."""
+
+    def __init__(self, first: int, second: int = 0):
+        self.first, self.second, self.by_group = first, second, second > 0
+
+    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
+        """Completions of each prompt, shape `(P,)`."""
+        again = (drawn.sizes == self.first) & ~drawn.alive
+        return np.where(again, self.second, 0) if round else np.full(len(prompts), self.first)
+
+
+def profile(trainer: Any, folder: Path, num_completions: int = 8, adaptive: bool = False, keep: Any = None) -> str:
+    """
+    Roll out every prompt of a trainer's training set by its own engine, template and rewards, and write what is found into a folder. A
+    profile that was ended goes on. Nothing of it reaches the training of this trainer, which has not begun.
+
+    With `adaptive`, half of the completions are drawn first, and the rest where these have one reward. `keep` are the lowest and highest
+    pass rate of the prompts that `folder/kept` gets. Returns the summary in words. Raises [`ProfileError`] if the folder holds another
+    profile, or such prompts cannot be profiled.
+    """
+    args, least = trainer.args, 4 if adaptive else 2
+    refuse_processes(trainer.accelerator, "profile")
+    reads = isinstance(trainer.train_dataset, Dataset) and trainer.prompt_state.recurring
+    for applies, told in (
+        (num_completions < least, f"`num_completions` must be at least {least} here, got {num_completions}. Use 8."),
+        (not reads or args.self_play["instruct"], "A profile needs a `train_dataset` of prompts that come again. Give one without streaming and self-play."),
+        (adaptive and args.multi_objective_aggregation != "sum_then_normalize", "`adaptive` draws groups of several sizes, and `multi_objective_aggregation` needs one. Unset one of them."),
+    ):  # fmt: skip
+        if applies:
+            raise store.ProfileError(told)
+    ids, config = trainer.passes.stream.prompt_ids, trainer.model.config
+    settings = store.described(trainer) | {"num_completions": num_completions, "adaptive": adaptive, "seed": args.seed}
+    settings["engine"] = args.vllm_mode if args.use_vllm else "transformers"
+    settings |= {"prompts": len(ids), "prompt_ids": xxhash.xxh64(ids.tobytes()).hexdigest()}
+    with claimed(folder):
+        if (manifest := store.read_manifest(folder)) is None:
+            if (folder / store.GROUPS).exists() or (folder / store.MANIFEST).exists():
+                raise store.ProfileError(f"`{folder}` holds something else. Give another `--output`.")
+            versions = {name: version(name) for name in ("lze-trl", "trl", "transformers", "torch", "datasets")}
+            manifest = {"format": store.FORMAT, "model": without_secrets(config._name_or_path or config.model_type)}
+            manifest |= {"settings": settings, "versions": versions}
+            write_atomically(folder / store.MANIFEST, json.dumps(manifest, indent=1).encode())
+        elif told := store.differences(manifest["settings"], settings):
+            raise store.ProfileError(f"`{folder}` has other settings: {told}. Give them, or another `--output`.")
+        _roll_out(trainer, folder, num_completions, adaptive, len(ids))
+        return write_results(trainer, folder, keep)
+
+
+def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int):
+    """Append the groups of the prompts that the folder lacks, a batch at a time."""
+    groups, args = store.read_groups(folder), trainer.args
+    order = keyed_rng(args.seed, 0, "profile").permutation(count)
+    left = order[~np.isin(order, [group["row"] for group in groups])]
+    looks = Looks(size // 2, size - size // 2) if adaptive else Looks(size)
+    at_once = max(1, max(_ON_SERVERS if args.over_http else 0, args.generation_batch_size) // looks.first)
+    # Groups are drawn by these looks, whatever the controller of the recipe, and nothing is trained on
+    own = {"num_generations": size, "controller": "uniform", "controller_kwargs": {}, "selector": "all"}
+    own |= {"selection_ratio": 1.0, "telemetry": False, "overlap": "none"}
+    logger.info("To roll out: %d of %d prompts, %d to %d completions each.", len(left), count, looks.first, size)
+    drawn, tokens, begun = 0, 0, time.monotonic()
+    # None: on a terminal
+    bar = tqdm(None, "Profile", count, initial=count - len(left), unit=" prompts", disable=args.disable_tqdm or None)
+    with bar, trainer.rehearsal(**own) as view, trainer.accelerator.autocast():
+        rounds, engine = view.generation_step.rounds, Engine(view)
+        rounds.controller, rounds.passes.by_prompt = looks, True
+        for place in range(0, len(left), at_once):
+            rows, start = left[place : place + at_once], time.monotonic()
+            # Keyed by its first prompt: a batch has the same completions however often a profile was ended before
+            torch.manual_seed(int(keyed_rng(args.seed, int(rows[0]), "profile").integers(2**62)))
+            batch = rounds.finish(rounds.begin(Plan(len(rows), 0, rows=rows), engine, place), engine, len(rows))
+            with open(folder / store.GROUPS, "ab") as file:
+                file.write(_lines(batch, rows, (time.monotonic() - start) / len(rows)))
+            bar.update(len(rows))
+            before, drawn, tokens = drawn, drawn + batch.num_rows, tokens + batch.completion_tokens.sum()
+            if before < _TOLD_AFTER <= drawn:
+                share = (place + len(rows)) / len(left)
+                costs = [number(cost / share) for cost in (drawn, tokens, time.monotonic() - begun)]
+                logger.info("It will take about %s completions with %s tokens, %s seconds.", *costs)
+
+
+def _lines(batch: Batch, rows: np.ndarray, seconds: float) -> bytes:
+    """A line for each group of a batch, which took so many `seconds` each."""
+    groups, of_groups = [], np.split(np.arange(batch.num_rows), np.cumsum(batch.sizes)[:-1])
+    for row, prompt_id, own in zip(rows.tolist(), batch.prompt_ids.tolist(), of_groups, strict=True):
+        values: dict[str, Any] = {name: getattr(batch, name)[own].astype(object) for name in NUMBERS}
+        for value in values.values():
+            value[value != value] = None  # NaN, which JSON lacks
+        group = {name: value.tolist() for name, value in values.items()}
+        texts = [plain_text(batch.held["completion"][place]) for place in batch.place[own]]
+        groups.append({"row": row, "prompt_id": prompt_id, "seconds": seconds, **group, "completions": texts})
+    # A line that was cut off ends here, and those that follow are whole
+    return "".join(f"\n{json.dumps(group)}" for group in groups).encode() + b"\n"
