@@ -25,7 +25,7 @@ _LARGER = (4, 8, 16, 32)  # group sizes that are named
 # What is said first: causes of which the first makes the others beside the point
 _SEVERITY = (
     *("collapsed", "learning_rate", "unscored", "weights", "constant", "reward", "failed", "cut_off", "same_text"),
-    *("group_size", "hopeless", "solved", "equal", "shaping", "logprobs", "left_out", "gate"),
+    *("group_size", "hopeless", "solved", "equal", "often_cut", "shaping", "logprobs", "left_out", "gate"),
 )
 _CURES = {
     "unscored": "Check that answers are parsed, and that the reward functions get the dataset columns that they read.",
@@ -66,10 +66,9 @@ class Advice:
 
     @property
     def _names(self) -> list[str]:
-        of_funcs = [
-            f"{kind}.{i}" for kind in ("low", "high", "mean", "without") for i in range(len(self.reward_names))
-        ]
-        of_batch = (
+        kinds, count = ("low", "high", "mean", "without"), len(self.reward_names)
+        of_funcs = [f"{kind}.{i}" for kind in kinds for i in range(count)]
+        of_batch = [
             "dead",
             "dead_whole",
             "stopped",
@@ -79,7 +78,7 @@ class Advice:
             "graded",
             "cut_off_rows",
             "failed",
-        )
+        ]
         return [*CAUSES, *of_batch, "rate", "price", "blind", *of_funcs]
 
     def see(self, batch: Batch, causes: np.ndarray, forecasts: np.ndarray, learning_rate: float):
@@ -191,7 +190,7 @@ class Advice:
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
-            said["cut_off"] = (
+            said["often_cut"] = (
                 f"{rows:.0%} of the completions of the last {batches} were cut off{at_limit}. Set "
                 f"`max_completion_length{higher}`, or ask for shorter answers."
             )

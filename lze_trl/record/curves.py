@@ -22,6 +22,9 @@ UNSEEN = "never seen"
 PASSES = 0.5
 """Outcome from which a completion counts as one that passes, where outcomes are graded."""
 
+FEW_VISITS = 3
+"""Latest visits without a pass from which a prompt counts as stuck."""
+
 _MOST_LEVELS = 16  # of outcomes that are shown one by one
 _Z = 1.96  # standard errors to each side of a 95 % interval
 
@@ -162,16 +165,37 @@ def outcome_histogram(run: Run, bins: int = 120) -> pd.DataFrame:
 
 
 def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
-    """Mean tokens of completions by step: of all as it was logged, and of the recorded ones by their outcome, see [`PASSES`]."""
+    """
+    Tokens of completions by step: the mean of all as it was logged, and mean and 90th percentile of the recorded ones by their outcome,
+    see [`PASSES`].
+    """
     found = run.sql(
-        f"""WITH {_BINS} SELECT bins.step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS tokens
+        f"""WITH {_BINS} SELECT bins.step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS mean,
+            quantile_cont(completion_tokens, 0.9) AS p90
         FROM completions JOIN bins USING (generation) WHERE outcome IS NOT NULL GROUP BY ALL ORDER BY step""",
         [bins],
     )
     every = logged_curves(run, [name := "completions/mean_length"], bins).get(name)
-    names = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}
-    by_outcome = {names[bool(passed)]: rows.set_index("step")["tokens"] for passed, rows in found.groupby("passed")}
-    return ({} if every is None else {"all": every}) | by_outcome
+    names, shown = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}, {}
+    for passed, rows in found.groupby("passed"):
+        rows, name = rows.set_index("step"), names[bool(passed)]
+        shown |= {name: rows["mean"], f"{name}, p90": rows["p90"]}
+    return ({} if every is None else {"all": every}) | shown
+
+
+def stuck_prompts(run: Run) -> pd.DataFrame:
+    """
+    Prompts without a pass in their latest visits, at least [`FEW_VISITS`], those that cost most first: `prompt_id`, and since the last
+    pass `step`, `visits`, `completions` and the `share` of the tokens of all completions of the run.
+    """
+    return run.sql(
+        f"""WITH passes AS (
+            SELECT prompt_id, max(generation) FILTER (NOT dead OR pass_rate >= {PASSES}) AS last FROM groups GROUP BY ALL
+        ) SELECT prompt_id, min(step) AS step, count(*) AS visits, sum(size)::BIGINT AS completions,
+            sum(completion_tokens) / (SELECT sum(completion_tokens) FROM groups) AS share
+        FROM groups JOIN passes USING (prompt_id) WHERE generation > coalesce(last, -1)
+        GROUP BY prompt_id HAVING count(*) >= {FEW_VISITS} ORDER BY share DESC, prompt_id"""
+    )
 
 
 def seconds_per_step(run: Run, bins: int = 120) -> pd.DataFrame:
@@ -244,6 +268,34 @@ def evaluated(run: Run) -> dict[str, pd.Series]:
 def is_share(name: str) -> bool:
     """Whether one of the curves of [`evaluated`] is a share of completions, and not the mean of a reward."""
     return not name.startswith(HELD_OUT) or name == f"{HELD_OUT} accuracy"
+
+
+def reached(runs: dict[str, Run]) -> tuple[str, float, dict[str, tuple[int, float]]] | None:
+    """
+    The first score of [`held_out_curves`], or else the [`main_reward`], averaged over a tenth of the steps; its highest value that all of
+    the runs have reached; and the step and the tokens rolled out at which each first did, none if one of them began there. `None` if they
+    are not judged by the same score.
+    """
+    scores = {id: next(iter(held_out_curves(run).items()), None) for id, run in runs.items()}
+    if None in scores.values():
+        rewards = {id: main_reward(run) for id, run in runs.items()}
+        scores = {
+            id: (str(line.name), line.rolling(max(1, len(line) // 10), min_periods=1).mean())
+            for id, line in rewards.items()
+        }
+    if (
+        len(runs) < 2
+        or len({name for name, _ in scores.values()}) > 1
+        or any(line.empty for _, line in scores.values())
+    ):
+        return None
+    (name, _), level = next(iter(scores.values())), min(line.max() for _, line in scores.values())
+    places = {}
+    for id, (_, line) in scores.items():
+        points, step = curve(runs[id]), int(line.index[line >= level][0])
+        places[id] = step, float(np.interp(step, [0, *points["step"]], [0, *points["tokens"]]))
+    begun = any(line.iloc[0] >= level for _, line in scores.values())
+    return name, float(level), {} if begun else places
 
 
 def outcome_name(run: Run) -> str:
