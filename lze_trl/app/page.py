@@ -377,9 +377,10 @@ class _Page:
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
         opened = given["prompt"] if len(found) else ""
-        if not opened and len(found) and run.status()["state"] != "running":  # else it changes at each batch
+        if not opened and len(found):
             opened = str(found["prompt_id"].iloc[0])
         return {
+            self.prompt: opened or given["prompt"],
             self.scatter: _shown(charts.prompts(run, found)) if len(found) else "",
             self.table: views.prompts(run, found, total, order, opened, search),
         } | self._show_prompt(given["run"], opened, given["visit"])

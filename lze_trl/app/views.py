@@ -19,6 +19,7 @@ from ..record import Run
 from ..record.cards import cards as cards_of
 from ..record.causes import CAUSES
 from ..record.curves import (
+    FEW_VISITS,
     GRADED,
     HELD_OUT,
     PASSES,
@@ -33,7 +34,7 @@ from ..record.curves import (
     stuck_prompts,
 )
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
-from ..record.ledger import PLAIN, against_plain, headline, skipped_visits
+from ..record.ledger import against_plain, headline, skipped_visits
 from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
 from .meanings import MEANINGS
@@ -59,15 +60,10 @@ _INCIDENTAL = (
 )
 # Set by transformers or TRL from other settings, or by the machine
 _DERIVED = (
-    "do_",
-    "generation_batch_size",
-    "dataloader_pin_memory",
-    "use_cpu",
-    "activation_checkpointing",
-    "steps_per_generation",
-    "pad_to_multiple_of",
+    *("do_", "generation_batch_size", "dataloader_pin_memory", "use_cpu", "activation_checkpointing"),
+    *("steps_per_generation", "pad_to_multiple_of"),
 )
-_MOST_STUCK = 8  # prompts that cost without a pass, of which each is listed
+_MADE_OF = ("model", "model_name_or_path", "datasets", "rewards", "versions", "commit", "command", "recorded by")
 _ANSWERS = ("answer", "solution", "ground_truth")  # columns that may hold the answer of a prompt
 
 _environment = Environment(
@@ -79,8 +75,7 @@ _environment = Environment(
 )
 _environment.filters |= {"number": number, "percent": percent, "ago": ago}
 _environment.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
-_environment.globals |= {"plain": PLAIN, "zip": zip, "meanings": MEANINGS}
-_environment.globals |= {"headline": headline, "skipped_visits": skipped_visits}
+_environment.globals |= {"zip": zip, "meanings": MEANINGS}
 
 HTML: Any = _environment.get_template("pages.html").module
 """The macros of `pages.html`, as functions that return `Markup`. They escape every value."""
@@ -100,16 +95,13 @@ def cards(run: Run, sparkline: str = "") -> Markup:
 
 
 def costs(run: Run) -> Markup:
-    """Costs of the run against plain GRPO, and its evaluations."""
-    totals, names = run.summary()["ledger"], ["work", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio"]
-    if not totals:  # before the first batch
+    """What the run has cost against plain GRPO, and its evaluations."""
+    if not (totals := run.summary()["ledger"]):  # before the first batch
         return Markup()
-    compared = [[w.name, w.tokens, w.seconds, w.flops, w.plain_flops, w.times] for w in against_plain(totals)]
-    works = pd.DataFrame(compared, columns=names)
-    works.loc[works["work"] == "total", "tokens"] = np.nan  # one token is rolled out and trained on
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
-    evaluations = pd.DataFrame(rows, columns=heading)
-    return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
+    told = HTML.section("Cost", HTML.note(headline(totals)) + HTML.note(skipped_visits(totals)))
+    evaluations = table("evaluations", pd.DataFrame(rows, columns=heading))
+    return told + HTML.section("Evaluations", evaluations) if rows else told
 
 
 def table(
@@ -152,56 +144,55 @@ def standing(run: Run) -> Markup:
     status, known = run.status(), run.meta.settings
     size, count = known.get("num_generations"), known.get("train_prompts")
     drawn = f"{f'{count:,} prompts' if count else 'prompts'} × {size} completions" if size else ""
-    model = str(known.get("model") or known.get("model_name_or_path") or "")
-    facts = [known.get("strategy"), model.rstrip("/").rpartition("/")[2], drawn]
+    facts = [known.get("strategy"), _model(run), drawn]
     checkpoints = [path.name for path in run.directory.parent.glob("checkpoint-*") if path.name[11:].isdecimal()]
-    stopped, latest = (
-        status["state"] in ("crashed", "failed", "interrupted"),
-        max(checkpoints, key=lambda name: int(name[11:]), default=""),
-    )
+    stopped = status["state"] in ("crashed", "failed", "interrupted")
+    latest = max(checkpoints, key=lambda name: int(name[11:]), default="")
     left = Status.read(run.directory).waits_for or _left(status)
     return HTML.standing(run.name, " · ".join(str(fact) for fact in facts if fact), status, left, stopped, latest)
+
+
+def _model(run: Run) -> str:
+    name = run.meta.settings.get("model") or run.meta.settings.get("model_name_or_path") or ""
+    return str(name).rstrip("/").rpartition("/")[2]
 
 
 def _left(status: dict[str, Any]) -> str:
     return "" if status["seconds_left"] is None else f"{tqdm.format_interval(status['seconds_left'])} left"
 
 
-def settings(run: Run, search: str | None = "") -> Markup:
-    """
-    What the run was made of, the settings that differ from their defaults, and all of them by topic: with `search`, only those that have
-    each of its words, and with `None` none.
-    """
-    known, own, rows = run.meta.known, run.meta.settings, []
+def settings(run: Run, search: str = "") -> Markup:
+    """What the run was made of and the settings that differ from their defaults, unless some are searched; those with every word, by topic."""
+    known, own = run.meta.known, run.meta.settings
     topics = list(dict.fromkeys(topic for topic, _ in known.values()))[::-1]  # those of this package first
-
-    def place(name: str) -> tuple[bool, int]:
-        return name != "strategy", topics.index(known[name][0])
-
-    for name in sorted((name for name in known if name in own), key=place):
-        rows.append([name, _shown(own[name]), _shown(known[name][1]), known[name][0]])
-    for name in sorted(own.keys() - known.keys()):
-        rows.append([name, _shown(own[name]), "–", known.get(name.partition(".")[0], [""])[0]])
+    names = sorted(
+        own.keys() & known.keys(), key=lambda n: (n != "strategy", topics.index(known[n][0]), [*known].index(n))
+    )
+    names += sorted(own.keys() - known.keys())
+    usual = {name: known.get(name, [known.get(name.partition(".")[0], [""])[0], None]) for name in names}
+    rows = [[name, _shown(own[name]), _shown(usual[name][1]), usual[name][0]] for name in names]
     every = pd.DataFrame(rows, columns=["setting", "value", "default", "topic"])
     differs = every["setting"].isin(known) & (every["value"] != every["default"])
     differs &= ~every["setting"].str.startswith(_INCIDENTAL + _DERIVED)
-    words, texts = (search or "").lower().split(), every.agg(" ".join, axis=1).str.lower()
-    found = every[[all(word in text for word in words) for text in texts]] if rows else every
-    parts = {"What differs from the defaults": table("changed", every[differs])} if not words else {}
-    parts |= {"All settings, by topic": table("settings-all", found)} if search is not None else {}
-    sections = (HTML.section(heading, shown) for heading, shown in parts.items())
-    return (Markup() if words else _made_of(run)) + Markup().join(sections)
+    parts = Markup()
+    if not search:
+        parts += _made_of(run) + HTML.section("What differs from the defaults", table("changed", every[differs]))
+    return parts + HTML.section("All settings, by topic", table("settings-all", _with_words(every, search)))
+
+
+def _with_words(frame: pd.DataFrame, search: str) -> pd.DataFrame:
+    """The rows that have every word of `search`."""
+    texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
+    return frame[[all(word in text for word in search.lower().split()) for text in texts]]
 
 
 def _made_of(run: Run) -> Markup:
     """Table of the model, the data, the rewards and the software of a run, as far as they were recorded."""
     own, names = run.meta.settings, run.meta.reward_names
     weights = own.get("reward_weights") or [1.0] * len(names)
-    weighted = (f"{weight:g} × {name}" for weight, name in zip(weights, names, strict=False))
-    facts = {"model": own.get("model") or own.get("model_name_or_path"), "data set": own.get("datasets")}
-    facts |= {"rewards": " + ".join(weighted), "versions": own.get("versions"), "commit": own.get("commit")}
-    facts |= {"command": own.get("command"), "recorded by": f"lze_trl {run.meta.package_version}"}
-    rows = [[name, _shown(value)] for name, value in facts.items() if _shown(value) != "–"]
+    weighted = (f"{name}{f' (weight {w:g})' * (w != 1)}" for w, name in zip(weights, names, strict=False))
+    facts = own | {"rewards": ", ".join(weighted), "recorded by": f"lze_trl {run.meta.package_version}"}
+    rows = [[name.replace("_", " "), _shown(facts[name])] for name in _MADE_OF if _shown(facts.get(name)) != "–"]
     return HTML.section("This run", table("made-of", pd.DataFrame(rows, columns=["what", "value"])))
 
 
@@ -218,21 +209,16 @@ def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.Dat
     frame = pd.DataFrame(rows.values(), columns=None if rows else ["run", "step"], index=pd.Index(rows, name="run id"))
     if (column := order.removeprefix("-")) in frame:
         frame = frame.sort_values(column, ascending=column == order, kind="stable")
-    texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
-    return frame[[all(word in text for word in search.lower().split()) for text in texts]]
+    return _with_words(frame, search)
 
 
 def runs_table(frame: pd.DataFrame, order: str, opened: str | None, compared: Collection[str] = ()) -> Markup:
     """The table of [`run_table`], with ticks for the runs that are compared; numbers that only [`differences`] shows are left out."""
-    first = (f"{HELD_OUT} accuracy", f"{HELD_OUT} reward")
-    shown = [name for name in frame if name not in _ONLY_COMPARED and not name.startswith("reward: ")]
-    shown = [name for name in shown if not name.startswith(HELD_OUT) or name in first]
+    parts = [name for name in frame if name.startswith(("reward: ", HELD_OUT)) and name not in _RUN_FORMS]
+    shown = [name for name in frame if name not in (*parts, "of", "seconds", "trained on")]
     steps = [f"{row.step:,}{f' of {row.of:,}' * bool(row.of)}" for row in frame.itertuples()]
     forms = {name: form for name, form in _RUN_FORMS.items() if name in shown}
     return table("runs", frame.assign(step=steps)[shown], order, opened, forms, ticked=compared)
-
-
-_ONLY_COMPARED = ("of", "seconds", "trained on")
 
 
 def version(run: Run) -> tuple:
@@ -244,16 +230,14 @@ def version(run: Run) -> tuple:
 
 def differences(runs: dict[str, Run]) -> Markup:
     """Where runs reached the same score, their numbers at the end, and the settings that differ."""
-    found = reached(runs)
-    if found is None:
-        told = "Choose two runs or more that are judged by the same reward, to see what the same score has cost each of them."
-    else:
+    told = (
+        "Choose two runs or more that are judged by the same reward, to see what the same score has cost each of them."
+    )
+    if (found := reached(runs)) is not None:
         name, level, places = found
-        show = percent if is_share(name) else fixed
         costs = (f"by {id} after {number(tokens)} tokens (step {step:,})" for id, (step, tokens) in places.items())
-        told = f"{name} {show(level)} is reached {', '.join(costs)}."
-        if not places:
-            told = f"No {name} above that of their start was reached by all of these runs."
+        told = f"{name} {(percent if is_share(name) else fixed)(level)} is reached {', '.join(costs)}."
+        told = told if places else f"No {name} above that of their start was reached by all of these runs."
     heading = "Values at the end, and their difference from the first run"
     ends = HTML.section(heading, table("final", final_values(runs)))
     differing = HTML.section("Settings that differ", table("differing", differing_settings(runs)))
@@ -262,23 +246,15 @@ def differences(runs: dict[str, Run]) -> Markup:
 
 def final_values(runs: dict[str, Run]) -> pd.DataFrame:
     """The numbers of [`run_row`] side by side, from the second run on with their difference from the first."""
-    rows = {
-        id: {n: v for n, v in run_row(run).items() if isinstance(v, int | float) and n != "of"}
-        for id, run in runs.items()
-    }
+    frame = pd.DataFrame({id: run_row(run) for id, run in runs.items()})
+    numbers = [name for name in frame.index if name != "of" and not any(isinstance(v, str) for v in frame.loc[name])]
     shown = []
-    for name in dict.fromkeys(name for row in rows.values() for name in row):
-        values = [row.get(name, np.nan) for row in rows.values()]
+    for name in numbers:
         form = fixed if name.startswith((HELD_OUT, "reward: ")) else _RUN_FORMS.get(name, number)
-        shown.append([name, form(values[0])])
-        for other in values[1:]:
-            change = other - values[0]
-            told = (
-                f" ({'+' if change > 0 else '−' if change < 0 else '±'}{form(abs(change))})"
-                if change == change
-                else ""
-            )
-            shown[-1].append(form(other) + told)
+        first, *others = frame.loc[name].astype(float)
+        changes = [(value, value - first, "+" if value > first else "−" if value < first else "±") for value in others]
+        told = [form(value) + f" ({sign}{form(abs(by))})" * (by == by) for value, by, sign in changes]
+        shown.append([name, form(first), *told])
     return pd.DataFrame(shown, columns=["at the end", *runs])
 
 
@@ -304,7 +280,6 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
     run.close()  # of hundreds of runs, only those on the page are open
     times = run.sql("SELECT min(time) AS first, max(time) AS last FROM generations").iloc[0]
     reward, parts = main_reward(run), reward_curves(run)
-    model = str(run.meta.settings.get("model") or run.meta.settings.get("model_name_or_path") or "–")
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
         "state": f"{status['state']}, {left}" if left else status["state"],
@@ -322,7 +297,7 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
         "cost ×": works.get("total", np.nan),
         "wall time": float(times["last"] - times["first"]),
         "started": f"{datetime.fromtimestamp(times['first']):%Y-%m-%d %H:%M}" if len(points) else "–",
-        "model": model.rstrip("/").rpartition("/")[2],
+        "model": _model(run) or "–",
     }
 
 
@@ -388,12 +363,8 @@ def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: 
     forms: dict[str, Callable[[Any], str]] = {"energy": "{:.2f}".format, outcome: percent, "at first visit": percent}
     rows = table(PROMPTS, prompt_table(run, shown), order, opened, forms, changed)
     more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
-    told = (
-        f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}"
-        if total or not search
-        else f"No prompt has all of: {search}"
-    )
-    return HTML.prompts(told, rows)
+    told = f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}"
+    return HTML.prompts(told if total or not search else f"No prompt has all of: {search}", rows)
 
 
 def prompt_detail(run: Run, prompt_id: int) -> Markup:
@@ -403,20 +374,14 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
     facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
-    facts |= {
-        "drawn": row["drawn"],
-        "visits": row["visits"],
-        "last step": row["last_step"] + 1,
-        "trained on": row["times_selected"],
-        "re-checks": row["rechecks"],
-        outcome_name(run): percent(row["pass_rate"]),
-    }
+    facts |= {"drawn": row["drawn"], "visits": row["visits"], "last step": row["last_step"] + 1}
+    facts |= {"trained on": row["times_selected"], "re-checks": row["rechecks"]}
+    facts |= {outcome_name(run): percent(row["pass_rate"])}
     for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
         facts[name] = f"{row[name.split()[0]]:.2f}"
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
-    return HTML.prompt(
-        LABELS.get(row["state"], row["state"]).capitalize(), turns(text), run.images(prompt_id), facts, prompt_id
-    )
+    state = LABELS.get(row["state"], row["state"]).capitalize()
+    return HTML.prompt(state, turns(text), run.images(prompt_id), facts, prompt_id)
 
 
 def completions(run: Run, prompt_id: int, generation: int | None = None) -> Markup:
@@ -425,9 +390,8 @@ def completions(run: Run, prompt_id: int, generation: int | None = None) -> Mark
     episodes turn by turn.
     """
     rows: dict[tuple, dict[str, Any]] = {}
-    for row in (
-        run.completions(prompt_id, generation).sort_values("reward", ascending=False, kind="stable").to_dict("records")
-    ):
+    found = run.completions(prompt_id, generation).sort_values("reward", ascending=False, kind="stable")
+    for row in found.to_dict("records"):
         same = row["completion"], str(row["rewards"]), row["completion_tokens"]
         rows.setdefault(same, row | {"turns": turns(row["completion"]), "times": 0})["times"] += 1
     latest = run.sql("SELECT max(step) AS step FROM groups WHERE prompt_id = ?", [prompt_id])["step"].iloc[0]
@@ -437,17 +401,14 @@ def completions(run: Run, prompt_id: int, generation: int | None = None) -> Mark
 def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
     """Recorded completions of the last fifth of the generation batches with the highest rewards, or with `"ASC"` the lowest, each text once."""
     found = run.sql(
-        f"""SELECT *, text AS prompt FROM completions
+        f"""SELECT *, coalesce(text, '') AS prompt FROM completions
         JOIN (SELECT prompt_id, any_value(text) AS text FROM prompts GROUP BY ALL) USING (prompt_id)
         WHERE generation >= (SELECT 0.8 * max(generation) FROM generations) AND reward IS NOT NULL AND completion IS NOT NULL
         QUALIFY row_number() OVER (PARTITION BY completion ORDER BY generation DESC, prompt_id, index) = 1
         ORDER BY reward {order}, generation DESC, prompt_id, index LIMIT ?""",
         [count],
     )
-    rows = [
-        row | {"turns": turns(row["completion"]), "times": 1, "prompt": row["prompt"] or ""}
-        for row in found.to_dict("records")
-    ]
+    rows = [row | {"turns": turns(row["completion"]), "times": 1} for row in found.to_dict("records")]
     return HTML.completions(rows, run.meta, None, outcome_name(run) == GRADED, PASSES)
 
 
@@ -456,25 +417,22 @@ def stuck(run: Run) -> Markup:
     found = stuck_prompts(run)
     if found.empty:
         return Markup()
-    share = percent(found["share"].sum())
+    all = found.iloc[0]
     told = (
-        f"{len(found):,} prompts had no pass in their latest {found['visits'].min():,} visits or more: {found['visits'].sum():,} visits, "
-        f"{found['completions'].sum():,} completions, {share} of the tokens of all completions. Drop or ease them. Those that cost most:"
+        f"{all['prompts']:,} prompts had no pass in their latest {FEW_VISITS} visits or more: {all['all_visits']:,.0f} visits, "
+        f"{all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
     )
-    rows = found.head(_MOST_STUCK)
-    texts = run.sql(
-        "SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts "
-        "WHERE list_contains(?, prompt_id) GROUP BY prompt_id",
-        [rows["prompt_id"].tolist()],
-    )
-    rows = rows.merge(texts, how="left").assign(since=lambda frame: frame["step"] + 1)
-    rows["prompt"] = [short_text(row) for row in rows.to_dict("records")]
-    rows.index = pd.Index(rows["prompt_id"].astype(str), name="prompt id")
-    shown = rows[["prompt", "visits", "completions", "share", "since"]]
-    shown.columns = ["prompt", "visits without a pass", "completions", "share of tokens", "since step"]
-    return HTML.section(
-        "Prompts that cost without a pass", HTML.note(told) + table("stuck", shown, forms={"share of tokens": percent})
-    )
+    texts = [short_text(row) for row in found.to_dict("records")]
+    names = {
+        "visits": "visits without a pass",
+        "completions": "completions",
+        "share": "share of tokens",
+        "step": "since step",
+    }
+    shown = found[list(names)].rename(columns=names).set_index(found["prompt_id"].astype(str).rename("prompt id"))
+    shown.insert(0, "prompt", texts)
+    rows = table("stuck", shown, forms={"share of tokens": percent})
+    return HTML.section("Prompts that cost without a pass", HTML.note(told) + rows)
 
 
 def forecast(found: "Forecast") -> Markup:

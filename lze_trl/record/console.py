@@ -95,15 +95,14 @@ class RunSummary(TrainerCallback):
             self.show(args, state, self.report(args))
 
     def report(self, args: Any) -> dict[str, Path | str]:
-        """Write report and picture of the run so far, if it has telemetry; label and path of each file."""
+        """Write the report of the run so far, if it has telemetry; label and path of each file."""
         if not args.telemetry:
             return {}
         self.flush()
         run_dir = Path(args.output_dir)
         files: dict[str, Path | str] = {"telemetry": run_dir / "telemetry"}
         try:
-            report = self.write_report(run_dir)
-            files |= {"report": report, "picture": report.with_name("summary.png")}
+            files["report"] = self.write_report(run_dir)
         except Exception as error:  # nothing that goes wrong here may cost what comes next
             again = f"It needs lze_trl[app]; try again with `lze-trl report {run_dir}`."
             logger.warning("No report was written: %r. %s", error, again)

@@ -42,7 +42,7 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     tokens are those rolled out, with those of plain GRPO as `plain_tokens`.
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
-    means = ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean", "dead_share")
+    means = ("pass_rate", "reward_mean", "energy_mean", "dead_share")
     columns |= {name: f"avg({name})" for name in means}
     parts = {"live": "groups - dead", "dead": PAID, "stopped": "stopped"}
     columns |= {name: f"sum({part}) / sum(groups)" for name, part in parts.items()}
@@ -183,18 +183,28 @@ def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
     return ({} if every is None else {"all": every}) | shown
 
 
-def stuck_prompts(run: Run) -> pd.DataFrame:
+def stuck_prompts(run: Run, most: int = 8) -> pd.DataFrame:
     """
-    Prompts without a pass in their latest visits, at least [`FEW_VISITS`], those that cost most first: `prompt_id`, and since the last
-    pass `step`, `visits`, `completions` and the `share` of the tokens of all completions of the run.
+    The prompts without a pass in their latest visits, at least [`FEW_VISITS`], that cost most: texts, and since the last pass the first
+    `step`, `visits`, `completions` and the `share` of the tokens of all completions; of all such `prompts`, the sums as `all_visits`, ….
     """
     return run.sql(
         f"""WITH passes AS (
             SELECT prompt_id, max(generation) FILTER (NOT dead OR pass_rate >= {PASSES}) AS last FROM groups GROUP BY ALL
-        ) SELECT prompt_id, min(step) AS step, count(*) AS visits, sum(size)::BIGINT AS completions,
-            sum(completion_tokens) / (SELECT sum(completion_tokens) FROM groups) AS share
-        FROM groups JOIN passes USING (prompt_id) WHERE generation > coalesce(last, -1)
-        GROUP BY prompt_id HAVING count(*) >= {FEW_VISITS} ORDER BY share DESC, prompt_id"""
+        ), stuck AS (
+            SELECT prompt_id, min(step) + 1 AS step, count(*) AS visits, sum(size)::BIGINT AS completions,
+                sum(completion_tokens) / (SELECT sum(completion_tokens) FROM groups) AS share
+            FROM groups JOIN passes USING (prompt_id) WHERE generation > coalesce(last, -1)
+            GROUP BY prompt_id HAVING count(*) >= {FEW_VISITS}
+        ), page AS (
+            SELECT *, count(*) OVER () AS prompts, sum(visits) OVER () AS all_visits,
+                sum(completions) OVER () AS all_completions, sum(share) OVER () AS all_share
+            FROM stuck ORDER BY share DESC, prompt_id LIMIT ?
+        ), texts AS (
+            SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
+            WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id
+        ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY share DESC, prompt_id""",
+        [most],
     )
 
 
@@ -276,26 +286,18 @@ def reached(runs: dict[str, Run]) -> tuple[str, float, dict[str, tuple[int, floa
     the runs have reached; and the step and the tokens rolled out at which each first did, none if one of them began there. `None` if they
     are not judged by the same score.
     """
-    scores = {id: next(iter(held_out_curves(run).items()), None) for id, run in runs.items()}
-    if None in scores.values():
-        rewards = {id: main_reward(run) for id, run in runs.items()}
-        scores = {
-            id: (str(line.name), line.rolling(max(1, len(line) // 10), min_periods=1).mean())
-            for id, line in rewards.items()
-        }
-    if (
-        len(runs) < 2
-        or len({name for name, _ in scores.values()}) > 1
-        or any(line.empty for _, line in scores.values())
-    ):
+    scores = [next(iter(held_out_curves(run).items()), None) for run in runs.values()]
+    if None in scores:
+        lines = map(main_reward, runs.values())
+        scores = [(str(line.name), line.rolling(max(1, len(line) // 10), min_periods=1).mean()) for line in lines]
+    if len(runs) < 2 or len({name for name, _ in scores}) > 1 or any(line.empty for _, line in scores):
         return None
-    (name, _), level = next(iter(scores.values())), min(line.max() for _, line in scores.values())
-    places = {}
-    for id, (_, line) in scores.items():
-        points, step = curve(runs[id]), int(line.index[line >= level][0])
+    level, places = min(line.max() for _, line in scores), {}
+    for (id, run), (_, line) in zip(runs.items(), scores, strict=True):
+        points, step = curve(run), int(line.index[line >= level][0])
         places[id] = step, float(np.interp(step, [0, *points["step"]], [0, *points["tokens"]]))
-    begun = any(line.iloc[0] >= level for _, line in scores.values())
-    return name, float(level), {} if begun else places
+    begun = any(line.iloc[0] >= level for _, line in scores)
+    return scores[0][0], float(level), {} if begun else places
 
 
 def outcome_name(run: Run) -> str:

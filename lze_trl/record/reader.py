@@ -248,7 +248,7 @@ class Run:
     def status(self) -> dict[str, Any]:
         """
         `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
-        (`updated`), `seconds_per_step` as of [`~lze_trl.record.numbers.pace`], and `seconds_left`; `None` for what is not known.
+        (`updated`), and `seconds_left` at the [`~lze_trl.record.numbers.pace`] of the latest steps; `None` for what is not known.
         """
         status = Status.read(self.directory)
         latest = self.sql(
@@ -259,7 +259,7 @@ class Run:
         each, left = pace(seen), None
         if status.state == "running" and status.max_steps and each is not None and updated is not None:
             left = max(0.0, updated + (status.max_steps - steps + 1) * each - time.time())
-        found = {"steps": steps, "updated": updated, "state": status.state, "seconds_per_step": each}
+        found = {"steps": steps, "updated": updated, "state": status.state}
         return found | {"max_steps": status.max_steps or None, "seconds_left": left}
 
     def summary(self) -> dict[str, Any]:
