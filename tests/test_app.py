@@ -32,10 +32,13 @@ from lze_trl.record.curves import (
     outcome_histogram,
     outcome_name,
     prompt_flow,
+    reached,
     reward_curves,
+    stuck_prompts,
 )
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
+from lze_trl.record.recorder import made_by
 from test_telemetry import record_run
 
 
@@ -223,6 +226,58 @@ def test_final_values_are_compared_with_the_first_run(runs):
     assert rows["cost ×"] == [f"{first['cost ×']:.3f}", told]
     assert (first["model"], first["reward"]) == ("synthetic", last_fifth(main_reward(opened["a"]))[0])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", first["started"])
+
+
+def test_the_same_score_and_what_it_cost_each_run(tmp_path):
+    runs = {}
+    for name, values in (("a", [0.1, 0.2, 0.4]), ("b", [0.0, 0.3, 0.3]), ("flat", [0.3, 0.3, 0.3])):
+        writer = TelemetryWriter(tmp_path / name, Meta({}, ["right"]))
+        for record in SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(20):
+            writer.record(record)
+        for step, value in zip((0, 10, 20), values, strict=True):
+            writer.record_step(step, {"eval_reward": value})
+        writer.close()
+        runs[name] = open_run(tmp_path / name)
+    tokens = {name: curve(run).set_index("step").tokens for name, run in runs.items()}
+    pair = {name: runs[name] for name in "ab"}
+    assert reached(pair) == ("held-out reward", 0.3, {"a": (20, tokens["a"][20]), "b": (10, tokens["b"][10])})
+    told = views.differences(pair)
+    assert (
+        f"held-out reward 0.300 is reached by a after {number(tokens['a'][20])} tokens (step 20), by b after" in told
+    )
+    assert charts.comparison(pair, "step", "held-out")[0].layout.shapes[0].y0 == 0.3
+    assert "No held-out reward above that of their start" in views.differences(runs)  # one begins there
+    assert reached({"a": runs["a"]}) is None and "Choose two runs" in views.differences({"a": runs["a"]})
+
+
+def test_prompts_that_cost_without_a_pass(tmp_path):
+    live, none, full = (0, 1, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1)
+    records = [graded_record(0, [live, none, full], ["", "hopeless", "solved"])]
+    records += [graded_record(place, [none, none, full], ["hopeless", "hopeless", "solved"]) for place in (1, 2)]
+    run = record_run(tmp_path, records, Meta({"num_generations": 4}, ["right"]))
+    (row,) = stuck_prompts(run).to_dict("records")  # the first passed at its first visit, and has failed twice since
+    assert (row["prompt_id"], row["visits"], row["completions"], row["step"]) == (
+        records[0].prompts["prompt_id"][1],
+        3,
+        12,
+        1,
+    )
+    tokens = run.groups().groupby("prompt_id").completion_tokens.sum()
+    assert row["share"] == row["all_share"] == pytest.approx(tokens[row["prompt_id"]] / tokens.sum())
+    told = "1 prompts had no pass in their latest 3 visits or more: 3 visits, 12 completions"
+    assert told in views.stuck(run) and f'data-row="{row["prompt_id"]}"' in views.stuck(run)
+
+
+def test_a_run_says_what_it_was_made_of_without_secrets(tmp_path, monkeypatch):
+    command = ["python", "train.py", "--hub_token", "hf_1", "--api-key=sk_1", "--lr", "1e-6", "https://me:pw@host/x"]
+    monkeypatch.setattr(sys, "orig_argv", command)
+    found = made_by()
+    assert found["command"] == "train.py --hub_token *** --api-key=*** --lr 1e-6 https://host/x"
+    assert re.search(r"trl \d.*torch \d", found["versions"])
+    weights = {"reward_weights": [1.0, 0.5], "datasets": ["me/data"]}
+    TelemetryWriter(tmp_path, Meta(found | weights, ["right", "short"])).close()
+    shown = dict(rows_of(views.settings(open_run(tmp_path)), "made-of"))
+    assert (shown["rewards"], shown["datasets"]) == ("right, short (weight 0.5)", '["me/data"]')
 
 
 def test_every_explained_word_is_shown_somewhere(runs, tmp_path):

@@ -20,6 +20,7 @@ from ..record.curves import (
     outcome_histogram,
     outcome_name,
     prompt_flow,
+    reached,
     reward_curves,
     reward_limits,
     seconds_per_step,
@@ -34,6 +35,7 @@ _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  #
 _GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True}
 _FEW_POINTS = 40  # of every line of a chart, up to which they are marked
 _SPREAD = 0.02  # of prompts with the same pass rate: those of groups take few values
+_DOTTED = {"dash": "dot", "color": "#7a8794", "width": 1}
 _DASHES = ("solid", "dash", "dot")  # once the colours are used up
 _STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7", "#56b4e9"), strict=True))
 _FRONTIER = "frontier (learnable)"
@@ -122,8 +124,7 @@ def _rewards(run: Run, points: pd.DataFrame) -> list[go.Figure]:
         figure = lines(f"Reward: {name}", both)
         for limit in set(limits.loc[name].dropna()):
             which = "highest group" if limit == limits.loc[name, "high"] else "lowest group"
-            dotted = {"dash": "dot", "color": "#7a8794", "width": 1}
-            figure.add_hline(y=limit, line=dotted, annotation={"text": which, "font_size": 10})
+            figure.add_hline(y=limit, line=_DOTTED, annotation={"text": which, "font_size": 10})
         figures.append(figure)
     return figures + ([lines("Evaluated tasks", tasks)] if tasks else [])
 
@@ -150,9 +151,7 @@ def _lengths(run: Run) -> go.Figure:
     figure = lines("Length of completions, and share cut off", lengths(run))
     cut_off = logged_curves(run, [name := "completions/clipped_ratio"]).get(name)
     if cut_off is not None:
-        figure.add_scatter(
-            x=cut_off.index, y=100 * cut_off, name="cut off", yaxis="y2", line={"dash": "dot", "color": "#7a8794"}
-        )
+        figure.add_scatter(x=cut_off.index, y=100 * cut_off, name="cut off", yaxis="y2", line=_DOTTED)
         right = {"overlaying": "y", "side": "right", "showgrid": False, "automargin": True}
         figure.update_layout(yaxis2=right | {"range": (0, 102), "ticksuffix": " %", "dtick": 50})
     return figure.update_layout(yaxis_title_text="tokens")
@@ -185,12 +184,8 @@ def lines(
 
 def sparkline(run: Run) -> go.Figure:
     """The reward that the run is judged by, without axes."""
-    values = main_reward(run)
-    figure = go.Figure(
-        layout={"height": 44, "margin": dict.fromkeys("lrtb", 2), "colorway": _COLOURS, "showlegend": False}
-    )
-    figure.update_layout(paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)")
-    figure.add_scatter(x=values.index, y=values, mode="lines")
+    figure = lines("", {"reward": main_reward(run)}).update_traces(mode="lines")
+    figure.update_layout(height=44, margin=dict.fromkeys("lrtb", 2), showlegend=False)
     return figure.update_xaxes(visible=False).update_yaxes(visible=False)
 
 
@@ -219,9 +214,8 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     outcome = outcome_name(run)
     spread_by = f"{outcome} (points are spread by ± {_SPREAD})"
     figure = _figure("Energy of each prompt: click one to open it", spread_by, showlegend=True, hovermode="closest")
-    texts = [
-        f"{escape(short_text(row)[:80])}<br>{outcome} {percent(row['pass_rate'])}" for row in frame.to_dict("records")
-    ]
+    told = ((short_text(row)[:80], percent(row["pass_rate"])) for row in frame.to_dict("records"))
+    texts = [f"{escape(text)}<br>{outcome} {rate}" for text, rate in told]
     spread = (frame["prompt_id"] % 101 / 50 - 1.0) * _SPREAD
     points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
     points["id"] = frame["prompt_id"].astype(str)  # too large for a JavaScript number
@@ -238,14 +232,8 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
             hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
         )
     rates = np.linspace(0.0, 1.0, 41)
-    figure.add_scatter(
-        x=rates,
-        y=4 * rates * (1 - rates),
-        name="E at D = 1, m = 0",
-        mode="lines",
-        line={"dash": "dot", "color": "#7a8794"},
-        hoverinfo="skip",
-    )
+    curve_of = {"name": "E at D = 1, m = 0", "mode": "lines", "line": _DOTTED, "hoverinfo": "skip"}
+    figure.add_scatter(x=rates, y=4 * rates * (1 - rates), **curve_of)
     figure.update_xaxes(range=(-0.03, 1.03))
     return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))
 
@@ -274,6 +262,8 @@ def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 
     for label, name in shown.items():
         values = {id: _points(run, axis, name) for id, run in runs.items()}  # each keeps its colour in all charts
         figures.append(lines(label[:1].upper() + label[1:], values, AXES[axis], smoothing=smoothing))
+    if metric == HELD_OUT and (found := reached(runs)) and found[2]:
+        figures[0].add_hline(y=found[1], line=_DOTTED)
     return figures
 
 

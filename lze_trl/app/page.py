@@ -252,8 +252,7 @@ class _Page:
         for part in (self.table, self.scatter):
             then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
         then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
-        listed = [*of_prompt, self.tab, self.pages]
-        then_show(self.stuck.click(self._open_listed, None, listed, **quiet))
+        then_show(self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet))
         then_show(self.run_table.input(self._tick, self.runs, self.runs, **quiet))
         then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
@@ -376,9 +375,7 @@ class _Page:
             found = found.loc[places.sort_values(kind="stable", na_position="last").index]
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
-        opened = given["prompt"] if len(found) else ""
-        if not opened and len(found):
-            opened = str(found["prompt_id"].iloc[0])
+        opened = given["prompt"] or str(found["prompt_id"].iloc[0]) if len(found) else ""
         return {
             self.prompt: opened or given["prompt"],
             self.scatter: _shown(charts.prompts(run, found)) if len(found) else "",

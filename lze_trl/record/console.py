@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -113,8 +113,9 @@ class RunSummary(TrainerCallback):
         held_out = {name: held_out_accuracy(state, metric) for metric, name in self.held_out.items()}
         lines = []
         if args.telemetry:
-            with suppress(TelemetryError):  # its absence was said when it could not be written
-                lines = [str(card) for card in cards(open_run(args.output_dir))]
+            # That it could not be written was said then
+            with suppress(TelemetryError, OSError), closing(open_run(args.output_dir)) as run:
+                lines = [str(card) for card in cards(run)]
         lines += summary_lines(self.savings(), held_out)
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):

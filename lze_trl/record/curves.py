@@ -112,10 +112,9 @@ def interval(run: Run, name: str, value: float) -> tuple[float, float]:
         spreads = {name.split("/")[1]: values.iloc[-1] for name, values in logged.items()}
         half = _Z * sum(abs(weight) * spreads.get(part, np.nan) for part, weight in parts.items()) / np.sqrt(count)
         middle = value
-    low, high = float(middle - half), float(middle + half)
-    if is_share(name):
-        return float(np.clip(low, 0.0, 1.0)), float(np.clip(high, 0.0, 1.0))
-    return (low, high) if half else (np.nan, np.nan)  # equal rewards tell nothing of those of other prompts
+        half = half or np.nan  # equal rewards tell nothing of those of other prompts
+    ends = np.array([middle - half, middle + half])
+    return tuple(np.clip(ends, 0.0, 1.0).tolist() if is_share(name) else ends.tolist())
 
 
 def prompt_flow(run: Run, bins: int = 120) -> pd.DataFrame:

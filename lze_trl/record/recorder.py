@@ -8,8 +8,7 @@ from base64 import b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from typing import Any
 
@@ -137,12 +136,13 @@ def made_by() -> dict[str, Any]:
     words, shown = sys.orig_argv[1:], []
     for before, word in zip(["", *words], words, strict=False):  # a flag and its value are two words, or one
         flag, equals, value = word.partition("=")
-        name = flag if equals else before
-        shown.append(
-            flag + equals + redacted(value, name=name.lstrip("-")) if equals else redacted(word, name=name.lstrip("-"))
-        )
-    packages = [name for name in _TRAINS if find_spec(name)]
-    found = {"command": " ".join(shown), "versions": ", ".join(f"{name} {version(name)}" for name in packages)}
+        begin, rest, name = (flag + equals, value, flag) if equals else ("", word, before)
+        shown.append(begin + redacted(rest, name=name.lstrip("-")))
+    versions = []
+    for name in _TRAINS:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    found = {"command": " ".join(shown), "versions": ", ".join(versions)}
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
         git = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -169,7 +169,7 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     page.get_by_role("button", name="Forecast").click()
     told = page.locator("#lze-forecast")
     wait_for(lambda: told.count() and "Time to the accuracy of plain GRPO" in told.inner_text(), seconds=120)
-    assert told.locator("meter").count() > 5
+    assert told.locator("meter").count() > 3
     assert told.locator(".lze-advice").inner_text().startswith(("Choose strategy: ", "Do not bother: "))
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []  # it works offline
 
@@ -362,7 +362,7 @@ def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
     expected = sum(open_run(runs / "lze-b").prompt_counts("geometry").values())
     wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.", seconds=60)
     row(page, "#lze-prompts", 1).click()
-    page.wait_for_selector("#lze-detail pre")
+    page.wait_for_selector("#lze-prompts tr:nth-child(2)[aria-selected=true]", timeout=60_000)
     text = page.locator("#lze-detail pre").first.inner_text()
     wait_for(lambda: "prompt=" in page.url)
     query = urllib.parse.parse_qs(urllib.parse.urlsplit(page.url).query)
@@ -393,9 +393,11 @@ def test_runs_are_found_sorted_and_opened(page, address, runs):
     page.locator("#lze-words textarea, #lze-words input").fill("finished full")
     wait_for(lambda: list(cells(page, "#lze-runs")) == ["full"])
     page.locator("#lze-runs [data-tick=full]").uncheck()  # which opens nothing, and is seen on Compare
-    wait_for(lambda: page.locator("#lze-compared .token").count() == 2)
-    page.locator("#lze-runs [data-tick=full]").check()
-    wait_for(lambda: page.locator("#lze-compared .token").count() == 3)
+    for count in (2, 3):
+        open_tab(page, "Compare")
+        wait_for(lambda count=count: page.locator("#lze-compared .token").count() == count, seconds=60)
+        open_tab(page, "Runs")
+        page.locator("#lze-runs [data-tick=full]").check()
     row(page, "#lze-runs", 0).locator("td").nth(4).click()
     wait_for(lambda: page.locator("#lze-standing h1").inner_text() == "full")
     assert page.get_by_role("tab", name="Overview").get_attribute("aria-selected") == "true"
@@ -408,7 +410,7 @@ def test_runs_are_compared(page, address, runs):
     first, second, *others = [METRICS[name].capitalize() for name in list(METRICS)[:4]]
     names = [f"Reward: {name}" for name in open_run(runs / "full").meta.reward_names]
     wait_for(lambda: titles(page) == [first, second, *names, *others])
-    shapes = {(box["width"], box["height"]) for box in (chart.bounding_box() for chart in charts.all())}
+    shapes = {(round(box["width"]), box["height"]) for box in (chart.bounding_box() for chart in charts.all())}
     assert len(shapes) == 1
     wait_for(lambda: set(shown_lines(charts.nth(1))) == {"lze-a", "lze-b", "full"})
     page.get_by_role("radio", name="FLOPs").check()
@@ -429,7 +431,7 @@ def test_runs_are_compared(page, address, runs):
 
 def test_a_prompt_that_costs_without_a_pass_can_be_opened(page, address):
     open_page(page, address)
-    page.wait_for_selector("#lze-stuck tr[data-row]", timeout=60_000)
+    page.wait_for_selector("#lze-stuck tr[data-row]", timeout=120_000)
     stuck = row(page, "#lze-stuck", 0)
     id = stuck.get_attribute("data-row")
     stuck.click()
@@ -449,7 +451,9 @@ def test_a_report_is_one_file_that_draws_its_charts(browser, runs, width):
     wait_for(lambda: len(titles(page)) == len(overview(open_run(runs / "lze-b"))))
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("[data-card]").count() == 3 and page.locator(".lze-completion").count() == 10
-    assert page.locator("main h1").inner_text() == "lze-b" and cells(page, "#lze-made-of")["model"] == ["synthetic"]
+    assert page.locator("main h1").inner_text() == "lze-b" and cells(page, "#lze-made-of")["model name or path"] == [
+        "synthetic"
+    ]
     context.close()
 
 
