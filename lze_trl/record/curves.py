@@ -4,6 +4,8 @@ Curves over a run, reduced to a few hundred points however long it is.
 Steps count from 1: that of a generation batch is the optimizer step that it is rolled out for.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -175,7 +177,7 @@ def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
         [bins],
     )
     every = logged_curves(run, [name := "completions/mean_length"], bins).get(name)
-    names, shown = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}, {}
+    names, shown = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}, dict[str, pd.Series]()
     for passed, rows in found.groupby("passed"):
         rows, name = rows.set_index("step"), names[bool(passed)]
         shown |= {name: rows["mean"], f"{name}, p90": rows["p90"]}
@@ -285,7 +287,7 @@ def reached(runs: dict[str, Run]) -> tuple[str, float, dict[str, tuple[int, floa
     the runs have reached; and the step and the tokens rolled out at which each first did, none if one of them began there. `None` if they
     are not judged by the same score.
     """
-    scores = [next(iter(held_out_curves(run).items()), None) for run in runs.values()]
+    scores: list[Any] = [next(iter(held_out_curves(run).items()), None) for run in runs.values()]
     if None in scores:
         lines = map(main_reward, runs.values())
         scores = [(str(line.name), line.rolling(max(1, len(line) // 10), min_periods=1).mean()) for line in lines]
