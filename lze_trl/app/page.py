@@ -28,6 +28,7 @@ _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _FIRST_METRICS = list(charts.METRICS)[:4]  # by which runs are compared, unless others are chosen
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
 _IN_ADDRESS = ("run", "tab", "prompt", "search")
+_LATEST = "the latest visit", ""
 _WAITS = "Choose a prompt to see its history."
 # A click on a heading sorts, one anywhere on a row opens it; so does the Enter key, and arrows move between rows
 _TABLES = """
@@ -201,7 +202,9 @@ class _Page:
             with gr.Column(scale=2, min_width=320):
                 self.detail = _html("detail", value=_WAITS)
                 self.history = _charts(elem_id="lze-history")
-                self.visit = gr.Dropdown([""], value="", label="Completions at", visible=False, elem_id="lze-visit")
+                self.visit = gr.Dropdown(
+                    [_LATEST], value="", label="Completions at", visible=False, elem_id="lze-visit"
+                )
                 self.completions = _html("completions")
 
     def _add_comparison(self, ids: list[str]):
@@ -239,19 +242,20 @@ class _Page:
         for name, control in self.controls.items():
             if name not in ("tab", "run", "orders", "prompt", "visit", "held"):
                 control.input(trigger_mode="always_last", **show)
-        then_show(self.run.input(lambda: "", None, self.prompt, **quiet))
+        of_prompt = [self.prompt, self.visit]
+        then_show(self.run.input(lambda: ("", ""), None, of_prompt, **quiet))
         self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
             then_show(part.select(self._sort, self.orders, [self.orders, self.held], **quiet))
         for event in (self.table.focus, self.table.blur):
             event(self._hold, None, self.held, **quiet)
         for part in (self.table, self.scatter):
-            then_show(part.click(self._open_prompt, None, self.prompt, **quiet))
-        for part, chosen_by in ((self.flow, self.state), (self.stuck, self.prompt)):
-            then_show(part.click(self._open_among_prompts, None, [chosen_by, self.tab, self.pages], **quiet))
+            then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
+        then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
+        then_show(self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet))
         then_show(self.run_table.input(self._tick, self.runs, self.runs, **quiet))
-        then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, self.prompt], **quiet))
-        self.visit.input(self._show_visit, [self.run, self.visit], shown, **quiet)
+        then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
+        self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(_REFRESH_SECONDS)
         timer.tick(self._follow, [self.seen, *controls], shown, **quiet).then(**draw)
         self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
@@ -263,17 +267,20 @@ class _Page:
     def _hold(self, event: gr.EventData) -> list[str]:
         return list(event.rows)
 
-    def _open_prompt(self, event: gr.EventData) -> str:
-        return event.row
+    def _open_prompt(self, event: gr.EventData) -> tuple[str, str]:
+        return event.row, ""
+
+    def _open_listed(self, event: gr.EventData) -> tuple[Any, ...]:
+        return event.row, "", TABS[1], gr.Tabs(selected=TABS[1])
 
     def _tick(self, runs: list[str], event: gr.EventData) -> list[str]:
         return [run for run in runs if run != event.run] + [event.run] * event.ticked
 
-    def _open_among_prompts(self, event: gr.EventData) -> tuple[Any, ...]:
+    def _open_state(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[1], gr.Tabs(selected=TABS[1])
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
-        return event.row, TABS[0], gr.Tabs(selected=TABS[0]), ""
+        return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
 
     def _offer_forecast(self, id: str) -> tuple[Any, Any]:
         """No forecast of the run before, and the button for one if a recording of such a run can answer."""
@@ -369,8 +376,6 @@ class _Page:
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
         opened = given["prompt"] if len(found) else ""
-        if not opened and len(found) and run.status()["state"] != "running":  # else it changes at each batch
-            opened = str(found["prompt_id"].iloc[0])
         return {
             self.scatter: _shown(charts.prompts(run, found)) if len(found) else "",
             self.table: views.prompts(run, found, total, order, opened, search),
@@ -381,26 +386,18 @@ class _Page:
             nothing = {self.history: "", self.visit: gr.update(visible=False)}
             return {self.detail: _WAITS, self.completions: "", **nothing}
         run, prompt_id = self.book.open(id), int(chosen)
-        of, _, generation = (visit or "").partition(":")
-        generation = generation if of == chosen else ""  # of the prompt that was open before
         visits = run.sql(
             """SELECT generation, step + 1 AS step, avg(outcome) AS outcome FROM completions WHERE prompt_id = ?
             GROUP BY ALL ORDER BY generation DESC LIMIT ?""",
             [prompt_id, _VISITS],
         )
-        choices = [("the latest visit", f"{chosen}:")]
-        choices += [
-            (f"step {row.step}: {percent(row.outcome)}", f"{chosen}:{row.generation}") for row in visits.itertuples()
-        ]
+        choices = [(f"step {row.step}: {percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()]
         return {
             self.history: _shown(charts.history(run, prompt_id)),
-            self.visit: gr.update(choices=choices, value=f"{chosen}:{generation}", visible=not visits.empty),
+            self.visit: gr.update(choices=[_LATEST, *choices], value=visit, visible=not visits.empty),
             self.detail: views.prompt_detail(run, prompt_id),
-            self.completions: views.completions(run, prompt_id, int(generation) if generation else None),
+            self.completions: views.completions(run, prompt_id, int(visit) if visit else None),
         }
-
-    def _show_visit(self, id: str, visit: str) -> dict[Any, Any]:
-        return self._show_prompt(id, visit.partition(":")[0], visit)
 
     def _show_runs(self, given: dict[str, Any]) -> dict[Any, Any]:
         runs, problems, order = {}, [], given["orders"].get("runs", "")
