@@ -18,6 +18,7 @@ from . import checkpoint as store
 from .files import write_atomically
 from .names import label
 from .record import Meta, MissingTelemetryError, open_run
+from .record.cards import cards
 from .record.curves import held_out_curves
 from .record.evaluations import FILE, first_and_last, read_results, rows_of, text_table
 from .record.evaluations import FOLDER as EVALUATIONS
@@ -30,9 +31,6 @@ from .version import __version__
 
 
 logger = logging.getLogger(__name__)
-
-PICTURE = "lze_summary.png"
-"""Picture of the run, beside the model card."""
 
 _PUSHED = ["README.md", *RUN_FILES, *STATE_FILES, "report/**"]
 # Of a model repo: what has prompts, completions, or places of this machine. Those without a slash also in a checkpoint
@@ -146,23 +144,19 @@ def keep_private(run_dir: str | Path, writes_problems: bool = False):
 
 def extend_model_card(run_dir: str | Path):
     """
-    Add to the `README.md` that TRL has written how the model was trained and evaluated, with a picture beside it, which needs
-    `lze_trl[app]`. A run without telemetry gets no section.
+    Add to the `README.md` that TRL has written how the model was trained and evaluated. A run without telemetry gets no section.
     """
     with suppress(MissingTelemetryError):
-        with suppress(ImportError):
-            from .app.report import write_summary_picture
-
-            write_summary_picture(run_dir, Path(run_dir, PICTURE))
         section = model_card_section(run_dir)
         with open(Path(run_dir, "README.md"), "a", encoding="utf-8") as card:
             card.write(f"\n{section}\n")
 
 
 def model_card_section(run_dir: str | Path) -> str:
-    """Markdown about the run: savings, settings, evaluations and picture."""
+    """Markdown about the run: what it learned, wasted and saved, settings and evaluations."""
     with closing(open_run(run_dir)) as run:
         summary, settings, held_out = run.summary(), dict(run.meta.settings), held_out_curves(run)
+        learned = "".join(f"\n- {card}" for card in cards(run)) + "\n"
     if settings.get("selector") in ("all", "zero_variance"):
         settings.pop("selection_ratio", None)  # these selectors ignore it
     prompts = summary["prompts"]
@@ -171,9 +165,6 @@ def model_card_section(run_dir: str | Path) -> str:
     )
     evaluations = first_and_last(read_results(run_dir))
     evaluated = f"\n\n### Evaluations\n\n```text\n{text_table(*rows_of(evaluations))}```" if evaluations else ""
-    shows = Path(run_dir, PICTURE).is_file()
-    picture = f"![Pass rate and energy over the steps]({PICTURE})\n\n" if shows else ""
-    learned = ""
     for name, values in held_out.items():
         shown_values = " → ".join(
             f"{values[step]:.3f} at step {step}" for step in dict.fromkeys(values.index[[0, -1]])
@@ -186,7 +177,7 @@ def model_card_section(run_dir: str | Path) -> str:
 
 This model was trained with lze_trl {__version__}: GRPO {way}.
 
-{picture}In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
+In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
 {learned}
 {_savings(summary["ledger"])}
@@ -214,8 +205,6 @@ viewer: false
 # Training telemetry of {run_dir.name}
 
 Recorded by lze_trl: pass rate and energy of every group, the prompts, and their latest state. Look at it with `lze-trl app {repo_id}`.
-
-![Pass rate and energy over the steps](report/summary.png)
 
 {savings}
 """

@@ -223,9 +223,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.summary: RunSummary | None = None
         if args.summary:
             metrics = held_out_metrics(args.pass_reward, self.reward_func_names)
-            self.summary = RunSummary(
-                self.savings, self._flush_at_the_end, metrics, _write_report, self.generation_step.advice.lines
-            )
+            has = {"lze/energy": args.selector == "energy", "lze/pruned_prompts": self.resolved["pruning"] != "none"}
+            without, advice = tuple(name for name in has if not has[name]), self.generation_step.advice.lines
+            self.summary = RunSummary(self.savings, self._flush_at_the_end, metrics, _write_report, advice, without)
             replace_printers(self.callback_handler, self.summary, progress_bar=not args.disable_tqdm)
 
     def _build_parts(

@@ -32,10 +32,13 @@ from lze_trl.record.curves import (
     outcome_histogram,
     outcome_name,
     prompt_flow,
+    reached,
     reward_curves,
+    stuck_prompts,
 )
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
+from lze_trl.record.recorder import made_by
 from test_telemetry import record_run
 
 
@@ -59,9 +62,8 @@ def shown_lines(figures):
 
 def shown_rewards(figures):
     """Values of training and held-out prompts, by the reward."""
-    figure = next(figure for figure in figures if figure.layout.title.text.startswith("Rewards"))
-    names = [title.text for title in figure.layout.annotations if title.text]
-    return {name: {t.name: t for t in figure.select_traces(row=row, col=1)} for row, name in enumerate(names, 1)}
+    shown = shown_lines(figures)
+    return {title.removeprefix("Reward: "): shown[title] for title in shown if title.startswith("Reward: ")}
 
 
 def rows_of(html, table):
@@ -118,8 +120,9 @@ def test_settings_that_differ_from_their_defaults_come_first(tmp_path):
     html = views.settings(open_run(tmp_path))
     assert rows_of(html, "changed") == [["strategy", "gate", "exact", "What"], ["beta", "0.1", "0.0", "Training"]]
     every = {name: value for name, value, *_ in rows_of(html, "settings-all")}
-    assert list(every) == [*known, "tag", "debug", "data_seed", "own"]
-    assert list(every.values()) == ["gate", "0.1", "1", "–", "–", "–", "3"]
+    # The topics of this package, which are the last, come first; what nobody knows a default of is last
+    assert list(every) == ["strategy", "tag", "debug", "beta", "seed", "data_seed", "own"]
+    assert list(every.values()) == ["gate", "–", "–", "0.1", "1", "–", "3"]
     assert "None" not in html
 
 
@@ -225,6 +228,58 @@ def test_final_values_are_compared_with_the_first_run(runs):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", first["started"])
 
 
+def test_the_same_score_and_what_it_cost_each_run(tmp_path):
+    runs = {}
+    for name, values in (("a", [0.1, 0.2, 0.4]), ("b", [0.0, 0.3, 0.3]), ("flat", [0.3, 0.3, 0.3])):
+        writer = TelemetryWriter(tmp_path / name, Meta({}, ["right"]))
+        for record in SyntheticTraining(num_prompts=20, groups_per_batch=8).generations(20):
+            writer.record(record)
+        for step, value in zip((0, 10, 20), values, strict=True):
+            writer.record_step(step, {"eval_reward": value})
+        writer.close()
+        runs[name] = open_run(tmp_path / name)
+    tokens = {name: curve(run).set_index("step").tokens for name, run in runs.items()}
+    pair = {name: runs[name] for name in "ab"}
+    assert reached(pair) == ("held-out reward", 0.3, {"a": (20, tokens["a"][20]), "b": (10, tokens["b"][10])})
+    told = views.differences(pair)
+    assert (
+        f"held-out reward 0.300 is reached by a after {number(tokens['a'][20])} tokens (step 20), by b after" in told
+    )
+    assert charts.comparison(pair, "step", "held-out")[0].layout.shapes[0].y0 == 0.3
+    assert "No held-out reward above that of their start" in views.differences(runs)  # one begins there
+    assert reached({"a": runs["a"]}) is None and "Choose two runs" in views.differences({"a": runs["a"]})
+
+
+def test_prompts_that_cost_without_a_pass(tmp_path):
+    live, none, full = (0, 1, 0, 1), (0, 0, 0, 0), (1, 1, 1, 1)
+    records = [graded_record(0, [live, none, full], ["", "hopeless", "solved"])]
+    records += [graded_record(place, [none, none, full], ["hopeless", "hopeless", "solved"]) for place in (1, 2)]
+    run = record_run(tmp_path, records, Meta({"num_generations": 4}, ["right"]))
+    (row,) = stuck_prompts(run).to_dict("records")  # the first passed at its first visit, and has failed twice since
+    assert (row["prompt_id"], row["visits"], row["completions"], row["step"]) == (
+        records[0].prompts["prompt_id"][1],
+        3,
+        12,
+        1,
+    )
+    tokens = run.groups().groupby("prompt_id").completion_tokens.sum()
+    assert row["share"] == row["all_share"] == pytest.approx(tokens[row["prompt_id"]] / tokens.sum())
+    told = "1 prompts had no pass in their latest 3 visits or more: 3 visits, 12 completions"
+    assert told in views.stuck(run) and f'data-row="{row["prompt_id"]}"' in views.stuck(run)
+
+
+def test_a_run_says_what_it_was_made_of_without_secrets(tmp_path, monkeypatch):
+    command = ["python", "train.py", "--hub_token", "hf_1", "--api-key=sk_1", "--lr", "1e-6", "https://me:pw@host/x"]
+    monkeypatch.setattr(sys, "orig_argv", command)
+    found = made_by()
+    assert found["command"] == "train.py --hub_token *** --api-key=*** --lr 1e-6 https://host/x"
+    assert re.search(r"trl \d.*torch \d", found["versions"])
+    weights = {"reward_weights": [1.0, 0.5], "datasets": ["me/data"]}
+    TelemetryWriter(tmp_path, Meta(found | weights, ["right", "short"])).close()
+    shown = dict(rows_of(views.settings(open_run(tmp_path)), "made-of"))
+    assert (shown["rewards"], shown["datasets"]) == ("right, short (weight 0.5)", '["me/data"]')
+
+
 def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     run = open_run(runs / "a")
     frame = run.prompts()
@@ -247,7 +302,7 @@ def test_curves_are_means_of_the_generations_and_shown_by_the_charts(runs):
     assert halves.dead.iloc[0] == pytest.approx(generations.dead[:10].sum() / generations.groups[:10].sum())
     figures = charts.overview(run)
     shown = shown_lines(figures)
-    assert len(shown) == len(figures) == charts.OVERVIEW_CHARTS
+    assert len(shown) == len(figures)
     parts = shown["What became of the groups"]
     np.testing.assert_allclose(sum(np.array(bar.y) for bar in parts.values()), 100.0)
     assert list(parts["live"].y) == pytest.approx((100 * points.live).tolist())
@@ -267,7 +322,7 @@ def test_prompts_flow_between_the_states_that_the_page_lists(runs):
     for step in flow.index:  # all prompts that were visited until then have one
         assert flow.loc[step].sum() == groups[groups.step < step].prompt_id.nunique()
     assert flow.iloc[-1].to_dict() == prompt_flow(run, bins=3).iloc[-1].to_dict()
-    bars = shown_lines(charts.overview(run))["Prompts by their state: click to list them"]
+    bars = shown_lines(charts.overview(run))["Prompts by their state"]
     assert list(bars["frontier (learnable)"].y) == flow["frontier"].tolist()
     assert {key for bar in bars.values() for key in bar.customdata} == set(flow)
 
@@ -282,7 +337,7 @@ def test_prompts_that_a_gate_stopped_stay_in_their_state_and_unseen_ones_are_cou
     run = record_run(tmp_path, records, Meta({"num_generations": 4, "train_prompts": 5}, ["right"]))
     flow = prompt_flow(run)
     assert flow.to_dict("list") == {UNSEEN: [2] * 3, "frontier": [1] * 3, "solved": [1] * 3, "hopeless": [1] * 3}
-    bars = shown_lines(charts.overview(run))["Prompts by their state: click to list them"]
+    bars = shown_lines(charts.overview(run))["Prompts by their state"]
     assert bars[UNSEEN].customdata is None  # nothing to list
     shares = outcome_histogram(run)
     assert list(shares) == [f"{level}/4" for level in range(5)] and list(shares.index) == [1, 3]
@@ -297,7 +352,8 @@ def test_rewards_are_drawn_one_by_one_with_their_range_and_held_out_beside_them(
     figures = charts.overview(open_run(tmp_path))
     (found,) = shown_rewards(figures).values()  # one reward is the total
     assert [list(found[name].y) for name in ("training", "held-out")] == [[0.5], [0.375]]
-    assert {shape.y0 for shape in figures[3].layout.shapes} == {0.25, 0.75}
+    (figure,) = (figure for figure in figures if figure.layout.title.text == "Reward: right")
+    assert {shape.y0 for shape in figure.layout.shapes} == {0.25, 0.75}
     lengths = shown_lines(figures)["Length of completions, and share cut off"]
     assert list(lengths["cut off"].y) == [50.0] and {"outcome at least 0.5", "outcome below 0.5"} < set(lengths)
 
@@ -428,11 +484,11 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
     known = {"held-out accuracy": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}
     shown = shown_rewards(charts.overview(run))
     assert list(shown["accuracy_reward"]["held-out"].y) == known["held-out accuracy"]
-    assert list(shown["evaluated tasks"]["svamp avg@1"].y) == known["svamp avg@1"]
-    loss = charts.comparison({"run": run}, "step", "loss").data[0]
+    assert list(shown_lines(charts.overview(run))["Evaluated tasks"]["svamp avg@1"].y) == known["svamp avg@1"]
+    loss = charts.comparison({"run": run}, "step", "loss")[0].data[0]
     assert list(loss.y[-2:]) == [14.0, 14.5]
     for name, expected in known.items():
-        compared = charts.comparison({"run": run}, "tokens", name).data[0]
+        compared = charts.comparison({"run": run}, "tokens", name)[0].data[0]
         assert list(compared.y) == expected and list(compared.x) == [0, curve(run).tokens.iloc[-1]]
         assert views.run_table({"run": run})[name].tolist() == expected[-1:]
     for text in ("held-out accuracy 50.0 %, 25.0 % at step 0", "svamp avg@1 37.5 %, 12.5 % at step 0"):
@@ -450,7 +506,7 @@ def test_text_of_a_run_is_escaped(tmp_path):
     prompt = int(record.prompts["prompt_id"][0])
     detail = views.prompt_detail(run, prompt) + views.completions(run, prompt) + views.settings(run)
     assert detail.count(escape(NASTY)) >= 7 and "<script" not in detail and "<b>x" not in detail
-    figures = [charts.prompts(run, run.prompts()), charts.comparison({NASTY: run}, "step", "dead_share")]
+    figures = [charts.prompts(run, run.prompts()), *charts.comparison({NASTY: run}, "step", "dead_share")]
     for figure in [*charts.overview(run), *figures]:
         assert "<script" not in str(figure) and "<b>" not in str(figure)
     assert escape(NASTY) in figures[0].data[0].text[0]

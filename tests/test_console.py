@@ -1,11 +1,15 @@
 """What a run shows in a user's own script: readable lines, a summary and a report, once, or what transformers shows."""
 
+import re
 import sys
 
 import pytest
 from transformers import PrinterCallback, ProgressCallback
 
 import tiny
+from lze_trl.record import open_run
+from lze_trl.record.cards import cards
+from lze_trl.record.schema import Status
 
 
 def train(tmp_path, **settings):
@@ -29,6 +33,39 @@ def test_lines_summary_and_report_are_shown_by_default(tmp_path, capsys):
     trainer.evaluate()  # shows its line, and no second summary
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step     2  held-out reward ")
+
+
+def ended_reward(completions, completion_ids, **kwargs):
+    return [float(ids[-1] == 1) for ids in completion_ids]
+
+
+@pytest.mark.parametrize(
+    ("reward", "length", "told"),
+    [
+        (lambda completions, **kwargs: [0.0] * len(completions), 30, "all wrong. Use easier prompts"),
+        (ended_reward, 2, "all cut off at 2 tokens. Raise `max_completion_length`"),
+    ],
+)
+def test_a_run_that_learns_nothing_says_why_in_the_same_words_everywhere(
+    tmp_path, capsys, recwarn, reward, length, told
+):
+    settings = {"strategy": "exact", "telemetry": True, "learning_rate": 1e-9, "max_completion_length": length}
+    train(tmp_path, reward_funcs=reward, max_steps=3, **settings)
+    shown, run = capsys.readouterr().out, open_run(tmp_path)
+    advice = Status.read(run.directory).advice[0]
+    first = next(line for line in shown.splitlines() if line.startswith("advice: "))
+    assert told in advice and first == f"advice: {advice}"
+    assert told.partition(".")[0].replace(" at 2 tokens", "") in str(cards(run)[1])
+    for card in cards(run):
+        assert f"\n{card}\n" in shown
+    steps = [line for line in shown.splitlines() if line.startswith("step")]
+    assert re.search(r"wasted \d+%  .*  [\d.e-]+ s a step  00:00 left$", steps[-1])
+    assert "energy" not in shown and "pruned" not in steps[-1]  # of other strategies
+    assert not [
+        one
+        for one in recwarn
+        if "checkpointing` is deprecated" in str(one.message) and "modeling_utils" in one.filename
+    ]
 
 
 @pytest.mark.parametrize(("quiet", "bar"), [(False, True), (True, False)])

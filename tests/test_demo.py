@@ -95,5 +95,5 @@ def test_demo_reaches_its_promise(home, monkeypatch, capsys):
     assert after["lze"]["updates"] <= 0.45
     assert after["exact"]["updates"] <= 0.8
     assert "exact (default)" in capsys.readouterr().out
-    assert all((folder / arm / "report" / "summary.png").is_file() for arm in ("exact", "lze"))
+    assert all((folder / arm / "report" / "report.html").is_file() for arm in ("exact", "lze"))
     assert RunBook([str(folder)]).ids == ["exact", "lze"]  # the app finds them

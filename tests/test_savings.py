@@ -52,14 +52,6 @@ def plain_text(html: str) -> str:
     return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", html)))
 
 
-def table_of(text: str) -> dict[str, list[str]]:
-    """Rows of the table of costs as the report and the app show it: name, and all that is shown of the work."""
-    body = re.search(r"against plain GRPO.*?<tbody>(.*?)</tbody>", text, re.S)[1]
-    rows = re.findall(r"<tr>(.*?)</tr>", body, re.S)
-    cells = [[plain_text(cell).strip() for cell in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, re.S)] for row in rows]
-    return {name: shown for name, *shown in cells}
-
-
 @pytest.mark.parametrize("kind", CASES)
 def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kind):
     directory = tmp_path / "run"
@@ -79,8 +71,6 @@ def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kin
     for page in (plain_text(report), plain_text(app), model_card_section(directory)):
         assert headline(totals).partition(" Time")[0] in page  # a recording ends before the last update
         assert skipped_visits(totals) in page
-    for page in (report, app):
-        assert {name: cells[-1] for name, cells in table_of(page).items()} == times
     card = plain_text(re.search(r'data-card="saved"[^>]*>(.*?)</div>', app, re.S)[1])
     saved = 1.0 - works[-1].ratio
     assert times["total"] in card and f"{percent(abs(saved))} {'saved' if saved >= 0 else 'more'}" in card

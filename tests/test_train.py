@@ -57,7 +57,7 @@ def test_recipe_to_summary(job, capsys, tmp_path):
     assert all((run_dir / name).is_file() for name in ("model.safetensors", "lze_state.arrays", "tokenizer.json"))
     # A server takes every file of this kind for weights of the model
     assert {path.name for path in run_dir.rglob("*.safetensors")} == {"model.safetensors"}
-    assert (run_dir / "report" / "summary.png").is_file()
+    assert (run_dir / "report" / "report.html").is_file()
     assert "GRPO with data selection by `strategy: exact`" in (run_dir / "README.md").read_text()
 
 

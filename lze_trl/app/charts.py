@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from ..record import Run
 from ..record.curves import (
@@ -21,34 +20,37 @@ from ..record.curves import (
     outcome_histogram,
     outcome_name,
     prompt_flow,
+    reached,
     reward_curves,
     reward_limits,
     seconds_per_step,
 )
 from ..record.numbers import number, percent
 from ..record.reader import STATES
-from .views import short_text
+from .views import LABELS, short_text
 
 
 AXES = {"step": "steps", "tokens": "tokens rolled out", "flops": "FLOPs", "seconds": "time (s)"}
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
 _GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True}
+_FEW_POINTS = 40  # of every line of a chart, up to which they are marked
+_SPREAD = 0.02  # of prompts with the same pass rate: those of groups take few values
+_DOTTED = {"dash": "dot", "color": "#7a8794", "width": 1}
 _DASHES = ("solid", "dash", "dot")  # once the colours are used up
 _STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7", "#56b4e9"), strict=True))
 _FRONTIER = "frontier (learnable)"
-_FLOW = {UNSEEN: "#c5ced8", _FRONTIER: _STATES["frontier"], **_STATES}
+_FLOW = {UNSEEN: "#c5ced8", **_STATES}
 _FATES = {"live": "#009e73", "dead, drawn in full": "#d55e00", "stopped early": "#7a8794"}
 
 METRICS = {
     HELD_OUT: "held-out prompts",
-    "pass_rate": "pass rate (mean outcome)",
-    "reward_mean": "reward",
+    "reward_mean": "reward, in total and one by one",
     "dead_share": "share of dead groups",
+    "completions/mean_length": "length of completions, tokens",
+    "pass_rate": "pass rate (mean outcome)",
     "energy_mean": "mean energy",
 }
-"""What [`comparison`] can show besides the metrics that the trainers have logged."""
-OVERVIEW_CHARTS = 7
-"""Charts that [`overview`] makes."""
+"""What [`comparison`] can show besides other metrics that the trainers have logged."""
 
 
 def overview(run: Run) -> list[go.Figure]:
@@ -58,18 +60,15 @@ def overview(run: Run) -> list[go.Figure]:
         return []
     seconds = seconds_per_step(run)
     shares = {"live": points["live"], "dead, drawn in full": points["dead"], "stopped early": points["stopped"]}
+    fates = {name: 100 * share for name, share in shares.items() if share.any()}
     flow = prompt_flow(run)
-    listed = {_FRONTIER if state == "frontier" else state: flow[state] for state in flow}
+    listed = {_FRONTIER if state == "frontier" else LABELS.get(state, state): flow[state] for state in flow}
+    colours = {label: _FLOW[state] for label, state in zip(listed, flow, strict=True)}
     return [
-        _bars("Prompts by their state: click to list them", listed, "prompts", _FLOW, list(flow.columns)),
-        _bars(
-            "What became of the groups",
-            {name: 100 * share for name, share in shares.items()},
-            "% of the groups",
-            _FATES,
-        ),
+        _bars("Prompts by their state", listed, "prompts", colours, list(flow.columns)),
+        _bars("What became of the groups", fates, "% of the groups", _FATES),
         _tokens(run, points),
-        _rewards(run, points),
+        *_rewards(run, points),
         _histogram(run),
         _lengths(run),
         _bars("Time of a step", {name: seconds[name] for name in seconds}, "seconds", {}),
@@ -103,49 +102,31 @@ def _tokens(run: Run, points: pd.DataFrame) -> go.Figure:
     if plain == plain and round(plain - tokens):
         told = f"{number(abs(plain - tokens))} tokens {'fewer' if tokens <= plain else 'more'}"
         figure.add_annotation(x=0.02, y=0.98, xref="paper", yref="paper", text=told, showarrow=False)
-    return figure.update_yaxes(rangemode="tozero")
+    return figure
 
 
-def _rewards(run: Run, points: pd.DataFrame) -> go.Figure:
-    """One small chart for each reward, in training and on held-out prompts, and one for the tasks that the run was evaluated on."""
+def _rewards(run: Run, points: pd.DataFrame) -> list[go.Figure]:
+    """A chart for each reward, in training and on held-out prompts, and one for the tasks that the run was evaluated on."""
     rewards, limits = reward_curves(run), reward_limits(run)
     held_out = {values.name: values for values in held_out_curves(run).values()}
     tasks = {name: values for name, values in evaluated(run).items() if not name.startswith(HELD_OUT)}
-    several = len(rewards.columns) != 1
-    shown = {"total": (points["reward_mean"], "eval_reward")} if several else {}
-    names = dict(zip(rewards.columns, run.meta.reward_names, strict=True))
-    shown |= {name: (rewards[name], f"eval_rewards/{names[name]}/mean") for name in rewards}
-    charts = [*shown, *(["evaluated tasks"] if tasks else [])]
-    figure = make_subplots(
-        len(charts), 1, shared_xaxes=True, vertical_spacing=0.25 / len(charts), subplot_titles=[*map(escape, charts)]
-    )
-    figure.update_layout(
-        _figure("Rewards (dotted: lowest and highest group)", "").layout,
-        height=130 * len(charts) + 150,
-    )
-    for row, (name, (values, metric)) in enumerate(shown.items(), start=1):
-        known = held_out.get(metric, held_out.get("eval_reward") if not several else None)
-        for label, line, colour in (("training", values, _COLOURS[0]), ("held-out", known, _COLOURS[1])):
-            if line is not None:
-                figure.add_scatter(
-                    x=line.index,
-                    y=line,
-                    name=label,
-                    legendgroup=label,
-                    showlegend=row == 1,
-                    line_color=colour,
-                    mode="lines+markers" if label == "held-out" else "lines",
-                    row=row,
-                    col=1,
-                )
-        low, high = limits.loc[name]
-        for limit in {low, high} - {np.nan}:
-            if limit == limit:
-                figure.add_hline(y=limit, line={"dash": "dot", "color": "#7a8794", "width": 1}, row=row, col=1)
-    for name, line in tasks.items():
-        figure.add_scatter(x=line.index, y=line, name=escape(name), mode="lines+markers", row=len(charts), col=1)
-    figure.update_xaxes(**_GRID, rangemode="tozero").update_yaxes(**_GRID, rangemode="tozero")
-    return figure.update_xaxes(title_text="step", row=len(charts)).update_layout(showlegend=True)
+    metrics = [f"eval_rewards/{name}/mean" for name in run.meta.reward_names]
+    shown = {name: (rewards[name], held_out.get(metric)) for name, metric in zip(rewards, metrics, strict=True)}
+    if len(shown) == 1:  # is the total
+        shown = {
+            name: (line, held_out.get(metrics[0], held_out.get("eval_reward"))) for name, (line, _) in shown.items()
+        }
+    else:
+        shown = {"total": (points["reward_mean"], held_out.get("eval_reward"))} | shown
+    figures = []
+    for name, (line, known) in shown.items():
+        both = {"training": line, **({} if known is None else {"held-out": known})}
+        figure = lines(f"Reward: {name}", both)
+        for limit in set(limits.loc[name].dropna()):
+            which = "highest group" if limit == limits.loc[name, "high"] else "lowest group"
+            figure.add_hline(y=limit, line=_DOTTED, annotation={"text": which, "font_size": 10})
+        figures.append(figure)
+    return figures + ([lines("Evaluated tasks", tasks)] if tasks else [])
 
 
 def _histogram(run: Run) -> go.Figure:
@@ -158,32 +139,22 @@ def _histogram(run: Run) -> go.Figure:
         z=100 * shares.to_numpy().T,
         zmin=0,
         ygap=2,
-        colorscale="cividis",
+        colorscale=["rgba(0, 114, 178, 0.06)", _COLOURS[0]],
         colorbar={"ticksuffix": " %", "thickness": 12},
-        hovertemplate="step %{x}, %{y} right: %{z:.1f} % of the groups<extra></extra>",
+        hovertemplate="step %{x}, %{y}: %{z:.1f} % of the groups<extra></extra>",
     )
-    return figure.update_yaxes(type="category", title_text="right of all")
+    return figure.update_yaxes(type="category", title_text=outcome_name(run))
 
 
 def _lengths(run: Run) -> go.Figure:
+    """Mean and 90th percentile of the lengths by outcome, and the share of the completions that were cut off."""
     figure = lines("Length of completions, and share cut off", lengths(run))
     cut_off = logged_curves(run, [name := "completions/clipped_ratio"]).get(name)
     if cut_off is not None:
-        figure.add_scatter(
-            x=cut_off.index, y=100 * cut_off, name="cut off", yaxis="y2", line={"dash": "dot", "color": "#7a8794"}
-        )
-        figure.update_layout(
-            yaxis2={
-                "overlaying": "y",
-                "side": "right",
-                "range": (0, 102),
-                "ticksuffix": " %",
-                "showgrid": False,
-                "dtick": 50,
-                "automargin": True,
-            }
-        )
-    return figure.update_layout(yaxis={"title_text": "tokens", "rangemode": "tozero"})
+        figure.add_scatter(x=cut_off.index, y=100 * cut_off, name="cut off", yaxis="y2", line=_DOTTED)
+        right = {"overlaying": "y", "side": "right", "showgrid": False, "automargin": True}
+        figure.update_layout(yaxis2=right | {"range": (0, 102), "ticksuffix": " %", "dtick": 50})
+    return figure.update_layout(yaxis_title_text="tokens")
 
 
 def lines(
@@ -195,19 +166,20 @@ def lines(
 ) -> go.Figure:
     """Chart with one line per series over its index. `smoothing` is the weight of earlier values in a moving average."""
     figure = _figure(heading, x_label, showlegend=True, hovermode="x unified")
+    few = all(len(values) <= _FEW_POINTS for values in series.values())
     for place, (name, values) in enumerate(series.items()):
         shown = values.ewm(alpha=1 - smoothing, ignore_na=True).mean() if smoothing else values
         figure.add_scatter(
             x=values.index,
             y=shown,
             name=escape(name),
-            mode="lines+markers" if len(values) <= 40 else "lines",
+            mode="lines+markers" if few or name == HELD_OUT else "lines",
             marker_size=5,
             line_dash=_DASHES[place // len(_COLOURS) % len(_DASHES)],
         )
     if not series:
         figure.add_annotation(text="None was recorded.", showarrow=False).update_xaxes(visible=False)
-    return figure.update_yaxes(range=y_range, visible=bool(series))
+    return figure.update_yaxes(range=y_range, rangemode="tozero", visible=bool(series))
 
 
 def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
@@ -224,12 +196,8 @@ def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
 
 def sparkline(run: Run) -> go.Figure:
     """The reward that the run is judged by, without axes."""
-    values = main_reward(run)
-    figure = go.Figure(
-        layout={"height": 44, "margin": dict.fromkeys("lrtb", 2), "colorway": _COLOURS, "showlegend": False}
-    )
-    figure.update_layout(paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)")
-    figure.add_scatter(x=values.index, y=values, mode="lines")
+    figure = lines("", {"reward": main_reward(run)}).update_traces(mode="lines")
+    figure.update_layout(height=44, margin=dict.fromkeys("lrtb", 2), showlegend=False)
     return figure.update_xaxes(visible=False).update_yaxes(visible=False)
 
 
@@ -249,18 +217,18 @@ def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
             **layout,
         }
     )
-    return figure.update_xaxes(title_text=x_label, **_GRID).update_yaxes(**_GRID)
+    figure.update_xaxes(title_text=x_label, unifiedhovertitle_text=f"{escape(x_label)} %{{x}}", **_GRID)
+    return figure.update_yaxes(hoverformat=",.4~g", **_GRID)
 
 
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)
-    figure = _figure("Energy of each prompt: click one to open it", outcome, showlegend=True, hovermode="closest")
-    texts = [
-        f"{escape(short_text(row)[:80])}<br>{outcome} {percent(row['pass_rate'])}" for row in frame.to_dict("records")
-    ]
-    # Pass rates of groups take few values: prompts with the same one are spread a little
-    spread = (frame["prompt_id"] % 101 / 100 - 0.5) * 0.04
+    spread_by = f"{outcome} (points are spread by ± {_SPREAD})"
+    figure = _figure("Energy of each prompt: click one to open it", spread_by, showlegend=True, hovermode="closest")
+    told = ((short_text(row)[:80], percent(row["pass_rate"])) for row in frame.to_dict("records"))
+    texts = [f"{escape(text)}<br>{outcome} {rate}" for text, rate in told]
+    spread = (frame["prompt_id"] % 101 / 50 - 1.0) * _SPREAD
     points = pd.DataFrame({"x": frame["pass_rate"].fillna(0.0) + spread, "energy": frame["energy"], "text": texts})
     points["id"] = frame["prompt_id"].astype(str)  # too large for a JavaScript number
     counts = frame["state"].value_counts()
@@ -268,7 +236,7 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
         figure.add_scatter(
             x=found["x"],
             y=found["energy"],
-            name=f"{state} ({counts[state]:,})",
+            name=f"{LABELS.get(str(state), state)} ({counts[state]:,})",
             mode="markers",
             marker={"color": _STATES[str(state)], "size": 8, "opacity": 0.7},
             text=found["text"],
@@ -276,14 +244,8 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
             hovertemplate="%{text}, energy %{y:.2f}<extra></extra>",
         )
     rates = np.linspace(0.0, 1.0, 41)
-    figure.add_scatter(
-        x=rates,
-        y=4 * rates * (1 - rates),
-        name="E at D = 1, m = 0",
-        mode="lines",
-        line={"dash": "dot", "color": "#7a8794"},
-        hoverinfo="skip",
-    )
+    curve_of = {"name": "E at D = 1, m = 0", "mode": "lines", "line": _DOTTED, "hoverinfo": "skip"}
+    figure.add_scatter(x=rates, y=4 * rates * (1 - rates), **curve_of)
     figure.update_xaxes(range=(-0.03, 1.03))
     return figure.update_yaxes(title_text="energy", range=(-0.05, 1.05 * run.meta.energy_max))
 
@@ -302,10 +264,19 @@ def history(run: Run, prompt_id: int) -> go.Figure:
     return figure.update_traces(marker_symbol=np.where(stopped, "circle-open", "circle"))
 
 
-def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 0.0) -> go.Figure:
-    """A metric of several runs, by their ids."""
-    shown = {id: _points(run, axis, metric) for id, run in runs.items()}  # each keeps its colour in all charts
-    return lines(METRICS.get(metric, metric).capitalize(), shown, AXES[axis], smoothing=smoothing)
+def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 0.0) -> list[go.Figure]:
+    """A metric of several runs, by their ids; of the reward, also each one of them, if a run has several."""
+    names = dict.fromkeys(name for run in runs.values() for name in run.meta.reward_names)
+    several = metric == "reward_mean" and len(names) > 1
+    shown = {METRICS.get(metric, metric): metric}
+    shown |= {f"reward: {name}": f"rewards/{name}/mean" for name in names} if several else {}
+    figures = []
+    for label, name in shown.items():
+        values = {id: _points(run, axis, name) for id, run in runs.items()}  # each keeps its colour in all charts
+        figures.append(lines(label[:1].upper() + label[1:], values, AXES[axis], smoothing=smoothing))
+    if metric == HELD_OUT and (found := reached(runs)) and found[2]:
+        figures[0].add_hline(y=found[1], line=_DOTTED)
+    return figures
 
 
 def _points(run: Run, axis: str, metric: str) -> pd.Series:

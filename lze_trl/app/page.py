@@ -4,12 +4,12 @@ import json
 import re
 import sys
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 import plotly
+from plotly.graph_objects import Figure
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -25,7 +25,7 @@ TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 _REFRESH_SECONDS = 1.0  # after which the page asks for what is new
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
-_COMPARED = 4  # charts that runs are compared by, at most
+_FIRST_METRICS = list(charts.METRICS)[:4]  # by which runs are compared, unless others are chosen
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
 _IN_ADDRESS = ("run", "tab", "prompt", "search")
 _LATEST = "the latest visit", ""
@@ -33,7 +33,14 @@ _WAITS = "Choose a prompt to see its history."
 # A click on a heading sorts, one anywhere on a row opens it; so does the Enter key, and arrows move between rows
 _TABLES = """
 const act = ({target}) => {
-  const copied = target.closest("[data-copy]");
+  const copied = target.closest("[data-copy]"), explained = target.closest("[title]");
+  if (target.dataset.tick) return trigger("input", {run: target.dataset.tick, ticked: target.checked});
+  if (explained && matchMedia("(hover: none)").matches) {  // a finger cannot rest on a word
+    document.querySelector(".lze-told")?.remove();
+    const told = Object.assign(document.createElement("p"), {className: "lze-told", textContent: explained.title});
+    told.onclick = () => told.remove();
+    document.body.append(told);
+  }
   if (copied) return navigator.clipboard?.writeText(copied.dataset.copy);
   const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
   if (heading) { held = false; trigger("select", {...heading.dataset}); }
@@ -74,7 +81,7 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     with gr.Blocks(title="Learning-Zone Energy", analytics_enabled=False, fill_width=True) as app:
         profiles, others = profile.sort_out(runs)
         for folder in profiles:
-            profile.show(folder, _html, _chart)
+            profile.show(folder, _html, _charts)
         if others or not profiles:
             _Page(RunBook(others))
     app.launch(
@@ -102,14 +109,19 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
 
 
 # Not `gr.Plot`, which draws a chart anew at each change, so that it flickers and forgets the reader's zoom
-_CHART = """
+_CHARTS = """
 const draw = () => {
   if (!window.Plotly) return setTimeout(draw, 50);
-  const chart = element.querySelector(".lze-chart"), isNew = !chart.data;
-  if (!props.value) return Plotly.purge(chart);
-  const {data, layout} = JSON.parse(props.value);
-  Plotly.react(chart, data, layout, {responsive: true, displaylogo: false});
-  if (isNew) chart.on("plotly_click", ({points: [{customdata}]}) => customdata && trigger("click", {row: customdata}));
+  const grid = element.querySelector(".lze-grid"), figures = JSON.parse(props.value || "[]");
+  const before = grid.children.length;
+  for (let place = before; place > figures.length; place--) { Plotly.purge(grid.lastChild); grid.lastChild.remove(); }
+  for (let place = before; place < figures.length; place++) grid.insertAdjacentHTML("beforeend", '<div class="lze-chart"></div>');
+  figures.forEach(({data, layout}, place) => {
+    const chart = grid.children[place], isNew = !chart.data;
+    Plotly.react(chart, data, layout, {responsive: true, displaylogo: false});
+    if (isNew) chart.on("plotly_click", ({points: [{customdata}]}) => customdata && trigger("click", {row: customdata}));
+    else if (before !== figures.length) Plotly.Plots.resize(chart);
+  });
 };
 watch("value", draw);
 draw();
@@ -133,16 +145,14 @@ def _html(id: str, **settings: Any) -> gr.HTML:
     return gr.HTML(elem_classes="lze", elem_id=f"lze-{id}", js_on_load=_TABLES, apply_default_css=False, **settings)
 
 
-def _chart(**settings: Any) -> gr.HTML:
-    """Shows a figure that is given as JSON."""
-    template = '<div class="lze-chart"></div>'
-    return gr.HTML(html_template=template, js_on_load=_CHART, elem_classes="lze-box", container=True, **settings)
+def _charts(**settings: Any) -> gr.HTML:
+    """Shows the figures of [`_shown`], side by side where the page is wide enough."""
+    return gr.HTML(html_template='<div class="lze-grid"></div>', js_on_load=_CHARTS, elem_classes="lze", **settings)
 
 
-def _charts(count: int) -> list[gr.HTML]:
-    """Charts side by side, where the page is wide enough."""
-    with gr.Row():
-        return [_chart() for _ in range(count)]
+def _shown(*figures: Figure) -> str:
+    """Figures as JSON."""
+    return f"[{','.join(str(figure.to_json()) for figure in figures)}]"
 
 
 class _Page:
@@ -156,7 +166,7 @@ class _Page:
                 self.standing = _html("standing")
             self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
-        self.address = gr.HTML(html_template="<i></i>", js_on_load=_ADDRESS)
+        self.address = gr.HTML(html_template="<i></i>", js_on_load=_ADDRESS, elem_id="lze-address")
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
         self.orders = gr.State({})  # by the id of a table, see [`views.table`]
@@ -167,11 +177,11 @@ class _Page:
         overview, prompts, runs, compare, settings = self.tabs
         with overview:
             self.cards = _html("overview")
-            self.flow, self.plots = _chart(elem_id="lze-flow"), _charts(charts.OVERVIEW_CHARTS - 1)
-            self.costs = _html("cost")
+            self.flow, self.plots = _charts(elem_id="lze-flow"), _charts(elem_id="lze-plots")
+            self.stuck, self.costs = _html("stuck-prompts"), _html("cost")
             with gr.Accordion("What other strategies would cost", open=False):
                 self.ask = gr.Button("Forecast from what this run has recorded", size="sm")
-                self.forecast = gr.Code(show_label=False, language=None, visible=False, elem_id="lze-forecast")
+                self.forecast = _html("forecast")
         with prompts:
             self._add_prompts()
         with runs:
@@ -180,6 +190,7 @@ class _Page:
         with compare:
             self._add_comparison(ids)
         with settings:
+            self.named = gr.Textbox(label="Search", placeholder="words of a row", elem_id="lze-named")
             self.settings = _html("settings")
         self._connect()
 
@@ -188,14 +199,15 @@ class _Page:
             self.search = gr.Textbox(
                 label="Search", placeholder="text, column, id, or source=gsm8k", elem_id="lze-search"
             )
-            self.state = gr.Dropdown(["all", *STATES], value="all", label="State", elem_id="lze-state", min_width=100)
+            states = [("all", "all"), *((views.LABELS.get(state, state), state) for state in STATES)]
+            self.state = gr.Dropdown(states, value="all", label="State", elem_id="lze-state", min_width=100)
         with gr.Row(elem_id="lze-panes"):
             with gr.Column(scale=3, min_width=320):
                 self.table = _html("prompt-table")
-                self.scatter = _chart(elem_id="lze-scatter")
+                self.scatter = _charts(elem_id="lze-scatter")
             with gr.Column(scale=2, min_width=320):
                 self.detail = _html("detail", value=_WAITS)
-                self.history = _chart(visible=False)
+                self.history = _charts(elem_id="lze-history")
                 self.visit = gr.Dropdown(
                     [_LATEST], value="", label="Completions at", visible=False, elem_id="lze-visit"
                 )
@@ -205,46 +217,32 @@ class _Page:
         self.runs = gr.Dropdown(ids, value=ids[:8], multiselect=True, label="Runs", elem_id="lze-compared")
         with gr.Row():
             self.metrics = gr.Dropdown(
-                _METRICS,
-                value=[name for _, name in _METRICS[:_COMPARED]],
-                multiselect=True,
-                max_choices=_COMPARED,
-                label="Show",
-                elem_id="lze-metrics",
+                _METRICS, value=_FIRST_METRICS, multiselect=True, label="Show", elem_id="lze-metrics"
             )
             self.smoothing = gr.Slider(0.0, 0.99, 0.0, step=0.01, label="Smoothing")
             self.axis = gr.Radio([(label, name) for name, label in charts.AXES.items()], value="step", label="Over")
-        self.comparisons = _charts(_COMPARED)
+        self.comparisons = _charts(elem_id="lze-comparisons")
         self.differing = _html("differences")
 
     def _connect(self):
-        names = "tab run orders smoothing search state prompt visit words runs metrics axis held"
+        names = "tab run orders smoothing search state prompt visit words named runs metrics axis held"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
         chosen = {*controls, self.live, self.ask, self.forecast} - {self.prompt, self.visit, self.metrics}
-        parts = (*vars(self).values(), *self.plots, *self.comparisons)
-        shown = [part for part in parts if isinstance(part, gr.components.Component) and part not in chosen]
+        shown = [
+            part for part in vars(self).values() if isinstance(part, gr.components.Component) and part not in chosen
+        ]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
-        plots = [self.flow, *self.plots, self.costs]
-        draw = {
-            "fn": self._draw,
-            "inputs": [self.seen, self.drawn, self.tab, self.run],
-            "outputs": [self.drawn, *plots],
-            **quiet,
-        }
+        drawn = [self.drawn, self.flow, self.plots, self.stuck, self.costs]
+        draw = {"fn": self._draw, "inputs": [self.seen, self.drawn, self.tab, self.run], "outputs": drawn, **quiet}
 
         def then_show(event: Any):
             event.then(**show).then(**draw)
 
-        gr.on(
-            None,
-            self._begin,
-            None,
-            [*shown, self.run, self.runs, self.prompt, self.search],
-            **quiet,
-        ).then(**draw)
+        begun = [*shown, self.run, self.runs, self.prompt, self.search]
+        gr.on(None, self._begin, None, begun, **quiet).then(**draw)
         for tab in self.tabs:
             then_show(tab.select(lambda name=tab.label: name, None, self.tab, **quiet))
         for name, control in self.controls.items():
@@ -261,6 +259,8 @@ class _Page:
             then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
         then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
         then_show(self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet))
+        then_show(self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet))
+        then_show(self.run_table.input(self._tick, self.runs, self.runs, **quiet))
         then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
         self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
         timer = gr.Timer(_REFRESH_SECONDS)
@@ -277,6 +277,12 @@ class _Page:
     def _open_prompt(self, event: gr.EventData) -> tuple[str, str]:
         return event.row, ""
 
+    def _open_listed(self, event: gr.EventData) -> tuple[Any, ...]:
+        return event.row, "", TABS[1], gr.Tabs(selected=TABS[1])
+
+    def _tick(self, runs: list[str], event: gr.EventData) -> list[str]:
+        return [run for run in runs if run != event.run] + [event.run] * event.ticked
+
     def _open_state(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[1], gr.Tabs(selected=TABS[1])
 
@@ -289,17 +295,16 @@ class _Page:
             offered = self.book.open(id).meta.settings.get("controller", "uniform") == "uniform"
         except TelemetryError:
             offered = False
-        return gr.update(visible=False), gr.update(visible=offered)
+        return "", gr.update(visible=offered)
 
     def _forecast(self, id: str) -> Any:
         from ..forecast import forecast
         from ..forecast.recorded import sample_of_folder
 
         try:
-            found = str(forecast(sample_of_folder(self.book.open(id).directory)))
+            return views.forecast(forecast(sample_of_folder(self.book.open(id).directory)))
         except (TelemetryError, ValueError) as error:
-            found = str(error)
-        return gr.update(value=found, visible=True)
+            return views.HTML.problem(error)
 
     def _begin(self, request: gr.Request) -> dict[Any, Any]:
         """Look for runs that have begun since the app was started, and show what the address names, by default the latest run."""
@@ -337,19 +342,21 @@ class _Page:
         """The charts of the overview, which take longer than its cards, if what they show has changed."""
         if tab != TABS[0] or seen == drawn:
             return gr.skip()
-        plots = [self.flow, *self.plots]
+        nothing = dict.fromkeys((self.flow, self.plots, self.stuck, self.costs), "")
         with suppress(TelemetryError):
             run = self.book.open(id)
-            shown = (figure.to_json() for figure in charts.overview(run))
-            # None before the first batch
-            told = views.costs(run) + views.by_value(run, charts.by_value)
-            return {self.drawn: seen, self.costs: told} | dict(zip_longest(plots, shown, fillvalue=""))
-        return {self.drawn: seen, self.costs: ""} | dict.fromkeys(plots, "")
+            if figures := charts.overview(run):  # none before the first batch
+                figures[0].update_layout(title_text="Prompts by their state: click to list them")
+                shown = {self.flow: _shown(figures[0]), self.plots: _shown(*figures[1:])}
+                told = views.costs(run) + views.by_value(run, charts.by_value)
+                nothing |= shown | {self.stuck: views.stuck(run), self.costs: told}
+        return {self.drawn: seen} | nothing
 
-    def _show(self, *values: Any) -> dict[Any, Any]:
+    def _show(self, *values: Any) -> Any:
         """What changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
-        given["run"] = given["run"] or self.book.latest  # while the page is being loaded
+        if not given["run"] and self.book.ids:  # the page is being loaded, and `_begin` shows the run of the address
+            return gr.skip()
         address = json.dumps({name: given[name] for name in _IN_ADDRESS})
         changes: dict[Any, Any] = {self.seen: self._version(given), self.address: address}
         try:
@@ -362,7 +369,7 @@ class _Page:
             elif given["tab"] == "Prompts":
                 changes |= self._show_prompts(run, given)
             else:
-                changes[self.settings] = views.settings(run)
+                changes[self.settings] = views.settings(run, given["named"])
         except TelemetryError as error:
             changes |= {self.standing: views.HTML.problem(error), self.cards: ""}
         return changes
@@ -376,14 +383,15 @@ class _Page:
             found = found.loc[places.sort_values(kind="stable", na_position="last").index]
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
+        opened = given["prompt"] if len(found) else ""
         return {
-            self.scatter: charts.prompts(run, found).to_json(),
-            self.table: views.prompts(run, found, total, order, given["prompt"], search),
-        } | self._show_prompt(given["run"], given["prompt"], given["visit"])
+            self.scatter: _shown(charts.prompts(run, found)) if len(found) else "",
+            self.table: views.prompts(run, found, total, order, opened, search),
+        } | self._show_prompt(given["run"], opened, given["visit"])
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
         if not chosen:
-            nothing = {part: gr.update(visible=False) for part in (self.history, self.visit)}
+            nothing = {self.history: "", self.visit: gr.update(visible=False)}
             return {self.detail: _WAITS, self.completions: "", **nothing}
         run, prompt_id = self.book.open(id), int(chosen)
         visits = run.sql(
@@ -393,7 +401,7 @@ class _Page:
         )
         choices = [(f"step {row.step}: {percent(row.outcome)}", str(row.generation)) for row in visits.itertuples()]
         return {
-            self.history: gr.update(value=charts.history(run, prompt_id).to_json(), visible=True),
+            self.history: _shown(charts.history(run, prompt_id)),
             self.visit: gr.update(choices=[_LATEST, *choices], value=visit, visible=not visits.empty),
             self.detail: views.prompt_detail(run, prompt_id),
             self.completions: views.completions(run, prompt_id, int(visit) if visit else None),
@@ -410,18 +418,15 @@ class _Page:
                 runs.pop(id, None)
         changes: dict[Any, Any] = {self.standing: views.HTML.heading(given["tab"], " ".join(problems))}
         if given["tab"] == "Runs":
-            table = views.run_table(runs, given["words"], order)
-            return changes | {self.run_table: views.runs_table(table, order, given["run"])}
+            table = views.run_table(runs, given["words"], order or "-started")
+            return changes | {
+                self.run_table: views.runs_table(table, order or "-started", given["run"], given["runs"])
+            }
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
         tasks = {name for run in runs.values() for name in evaluated(run)}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]
-        shown = [gr.update(value=figure.to_json(), visible=True) for figure in figures]
-        shown += [gr.update(visible=False)] * (_COMPARED - len(shown))
-        differing = views.table("differing", views.differing_settings(runs))
-        changes[self.metrics] = gr.update(choices=[*_METRICS, *sorted(tasks), *sorted(logged)])
-        changes[self.differing] = views.HTML.section(
-            "Values at the end, and their difference from the first run",
-            views.table("final", views.final_values(runs)),
-        )
-        changes[self.differing] += views.HTML.section("Settings that differ", differing)
-        return changes | dict(zip(self.comparisons, shown, strict=True))
+        return changes | {
+            self.comparisons: _shown(*(figure for of_metric in figures for figure in of_metric)),
+            self.metrics: gr.update(choices=[*_METRICS, *sorted((tasks | logged) - {*charts.METRICS})]),
+            self.differing: views.differences(runs),
+        }

@@ -59,7 +59,7 @@ def completions(folder: Path, place: int) -> Any:
     return views.table("drawn", pd.DataFrame({name: group[own] for name, own in columns.items()}))
 
 
-def show(folder: Path, html: Callable[..., Any], chart: Callable[..., Any]):
+def show(folder: Path, html: Callable[..., Any], charts: Callable[..., Any]):
     """Add a profile to the page that is being made."""
     rows, name = rows_of(folder), folder.resolve().name
     figure = go.Figure(go.Histogram(x=rows["pass_rate"], xbins={"start": 0, "end": 1.05, "size": 0.05}))
@@ -72,7 +72,7 @@ def show(folder: Path, html: Callable[..., Any], chart: Callable[..., Any]):
         return completions(folder, int(rows["place"][event.row]))
 
     with gr.Accordion(f"Profile {name}: {len(rows):,} prompts"):
-        chart(value=figure.to_json())
+        charts(value=f"[{figure.to_json()}]")
         table = html(f"profile-{name}", value=prompts(rows, "pass_rate"))
         detail = html("profile-completions", value="Choose a prompt to see its completions.")
     table.select(sort, None, table, api_visibility="private")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -16,30 +16,37 @@ from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
 from ..record import Run
+from ..record.cards import cards as cards_of
 from ..record.causes import CAUSES
 from ..record.curves import (
+    FEW_VISITS,
     GRADED,
     HELD_OUT,
+    PASSES,
     curve,
     evaluated,
-    interval,
     is_share,
     last_fifth,
     main_reward,
     outcome_name,
+    reached,
     reward_curves,
+    stuck_prompts,
     value_tables,
-    waste,
 )
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
-from ..record.ledger import PLAIN, TAUGHT_NOTHING, against_plain, headline, skipped_visits, time_of_plain
+from ..record.ledger import against_plain, headline, skipped_visits
 from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
 from .meanings import MEANINGS
 
 
-_FEW_LIVE = 0.2  # share of live groups below which little was learned, whatever was saved
+if TYPE_CHECKING:  # it needs torch, and the app does not
+    from ..forecast import Forecast
+
 _SHORT = 120  # characters of a prompt in a row: those that begin alike may end differently
+LABELS = {"hopeless": "no pass yet"}
+"""States that are shown by another name than that of [`~lze_trl.record.reader.STATES`]."""
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
@@ -50,8 +57,15 @@ _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")  # as the re
 _INCIDENTAL = (
     *("output_dir", "run_name", "project", "report_to", "push_to_hub", "hub_", "log", "num_completions_to_print"),
     *("save_", "telemetry", "trackio_", "summary", "disable_tqdm", "vllm_server_", "vllm_group_port", "local_rank"),
-    *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip"),
+    *("resume_from_checkpoint", "eval_on_start", "ignore_data_skip", "command"),
 )
+# Set by transformers or TRL from other settings, or by the machine
+_DERIVED = (
+    *("do_", "generation_batch_size", "dataloader_pin_memory", "use_cpu", "activation_checkpointing"),
+    *("steps_per_generation", "pad_to_multiple_of"),
+)
+_MADE_OF = ("model", "model_name_or_path", "datasets", "rewards", "versions", "commit", "command", "recorded by")
+_ANSWERS = ("answer", "solution", "ground_truth")  # columns that may hold the answer of a prompt
 
 _environment = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -62,8 +76,7 @@ _environment = Environment(
 )
 _environment.filters |= {"number": number, "percent": percent, "ago": ago}
 _environment.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
-_environment.globals |= {"plain": PLAIN, "zip": zip, "meanings": MEANINGS}
-_environment.globals |= {"headline": headline, "skipped_visits": skipped_visits}
+_environment.globals |= {"zip": zip, "meanings": MEANINGS}
 
 HTML: Any = _environment.get_template("pages.html").module
 """The macros of `pages.html`, as functions that return `Markup`. They escape every value."""
@@ -76,24 +89,20 @@ def overview(run: Run) -> Markup:
 
 def cards(run: Run, sparkline: str = "") -> Markup:
     """Whether the run learns, what it wastes and what it saves, with the most severe advice; `sparkline` is a figure of its reward as JSON."""
-    summary = run.summary()
-    if not summary["generations"]:
+    found = cards_of(run)
+    if not found:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
-    found = [_learning(run), _wasted(run, summary), _saved(summary)]
     return HTML.cards(found, sparkline, Status.read(run.directory).advice)
 
 
 def costs(run: Run) -> Markup:
-    """Costs of the run against plain GRPO, and its evaluations."""
-    totals, names = run.summary()["ledger"], ["work", "tokens", "seconds", "FLOPs", "plain GRPO", "ratio"]
-    if not totals:  # before the first batch
+    """What the run has cost against plain GRPO, and its evaluations."""
+    if not (totals := run.summary()["ledger"]):  # before the first batch
         return Markup()
-    compared = [[w.name, w.tokens, w.seconds, w.flops, w.plain_flops, w.times] for w in against_plain(totals)]
-    works = pd.DataFrame(compared, columns=names)
-    works.loc[works["work"] == "total", "tokens"] = np.nan  # one token is rolled out and trained on
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
-    evaluations = pd.DataFrame(rows, columns=heading)
-    return HTML.costs(totals, table("costs", works), table("evaluations", evaluations))
+    told = HTML.section("Cost", HTML.note(headline(totals)) + HTML.note(skipped_visits(totals)))
+    evaluations = table("evaluations", pd.DataFrame(rows, columns=heading))
+    return told + HTML.section("Evaluations", evaluations) if rows else told
 
 
 def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
@@ -114,11 +123,13 @@ def table(
     opened: str | None = None,
     forms: dict[str, Callable[[Any], str]] | None = None,
     changed: Collection[str] = (),
+    ticked: Collection[str] | None = None,
 ) -> Markup:
     """
     A table, empty without rows. One with an `order` is sorted by a click on a heading: it names the column by which it is sorted now, the
     highest first with a `-` before it. If the index of the frame has a name, it holds the keys by which rows are opened, `opened` is that
-    of the open one, and rows of keys in `changed` are marked. `forms` say how the numbers of some columns are written.
+    of the open one, and rows of keys in `changed` are marked. `forms` say how the numbers of some columns are written. With `ticked`, rows
+    have a tick box, which is set for these keys.
     """
     if frame.empty:
         return Markup()
@@ -130,7 +141,7 @@ def table(
     }
     cells = [frame[name].map((usual | (forms or {}))[name]) for name in frame]
     keys = frame.index if frame.index.name else [None] * len(frame)
-    return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened, changed)
+    return HTML.table(id, heads, order, zip(keys, zip(*cells, strict=True), strict=True), opened, changed, ticked)
 
 
 def _next(name: str, is_number: bool, order: str | None) -> str | None:
@@ -140,91 +151,61 @@ def _next(name: str, is_number: bool, order: str | None) -> str | None:
     return name if order == f"-{name}" or (not is_number and order != name) else f"-{name}"
 
 
-def _learning(run: Run) -> tuple[str, str, list[str], bool]:
-    """Name, number and notes of a card, and whether the number says little."""
-    values = main_reward(run)
-    now, change = last_fifth(values)
-    show, rewards = fixed if values.name == "reward" else percent, reward_curves(run)
-    notes = [
-        "mean of the last fifth of the steps"
-        + (f", {round(change, 3) + 0.0:+.3f} on the fifth before" if change == change else "")
-    ]
-    if len(rewards.columns) > 1:
-        parts = (f"{name} {fixed(last_fifth(rewards[name].dropna())[0])}" for name in rewards)
-        notes.append(f"rewards: {', '.join(parts)}")
-    for name, line in evaluated(run).items():
-        show_it, value = percent if is_share(name) else fixed, float(line.iloc[-1])
-        low, high = interval(run, name, value) if name.startswith(HELD_OUT) else (np.nan, np.nan)
-        between = f" [{show_it(low)}, {show_it(high)}]" if low == low else ""
-        begun = f", {show_it(line.iloc[0])} at step {line.index[0]}" if len(line) > 1 else ""
-        notes.append(f"{name} {show_it(value)}{between}{begun}")
-    return "learning", f"{values.name} {show(now)}", notes, False
-
-
-def _wasted(run: Run, summary: dict[str, Any]) -> tuple[str, str, list[str], bool]:
-    share, cause, part = waste(run)
-    notes = ["of the groups of the last fifth of the steps were dead and drawn in full"]
-    notes += [f"{percent(part)} of these: {CAUSES[cause]}"] if cause else []
-    notes.append(f"{percent(summary['dead'] / max(summary['groups'], 1))} in the whole run")
-    if idle := summary["ledger"].get("skipped_updates"):
-        notes.append(f"{idle:,.0f} of {summary['steps']:,} steps made no update: no group had a gradient")
-    return "wasted", percent(share), notes, False
-
-
-def _saved(summary: dict[str, Any]) -> tuple[str, str, list[str], bool]:
-    totals, live = summary["ledger"], summary["groups"] - summary["dead"] - summary["stopped"]
-    if not (works := against_plain(totals)):
-        return "saved", "–", [TAUGHT_NOTHING], True
-    few, spent, plain = live < _FEW_LIVE * summary["groups"], works[-1], time_of_plain(totals)
-    rest = 1.0 - spent.ratio
-    notes = [f"the cost of plain GRPO: {percent(abs(rest))} {'saved' if rest >= 0 else 'more'}"]
-    fewer = {"completions": totals.get("plain_rows", 0) - totals.get("rows_rolled_out", 0)}
-    fewer |= {"tokens": totals.get("plain_tokens", 0) - totals.get("rollout_tokens", 0)}
-    kinds = [f"{number(abs(n))} {'fewer' if n >= 0 else 'more'} {name}" for name, n in fewer.items() if round(n)]
-    if plain:
-        minutes = (plain[1] - spent.seconds) / 60
-        kinds.append(f"{abs(minutes):.1f} min {'less' if minutes >= 0 else 'more'}")
-    notes += [", ".join(kinds)] if kinds else []
-    notes.append(
-        f"{totals.get('rows_rolled_out', 0) / live:.1f} completions for each of {live:,} live groups"
-        if live
-        else "no live group"
-    )
-    if few:
-        notes.append("most groups were dead, so this is little to save from")
-    return "saved", spent.times, notes, few
-
-
 def standing(run: Run) -> Markup:
     """Which run it is, whether it is training, and how to go on with one that stopped before its end."""
     status, known = run.status(), run.meta.settings
     size, count = known.get("num_generations"), known.get("train_prompts")
     drawn = f"{f'{count:,} prompts' if count else 'prompts'} × {size} completions" if size else ""
-    model = str(known.get("model") or known.get("model_name_or_path") or "")
-    facts = [known.get("strategy"), model.rstrip("/").rpartition("/")[2], drawn]
+    facts = [known.get("strategy"), _model(run), drawn]
     checkpoints = [path.name for path in run.directory.parent.glob("checkpoint-*") if path.name[11:].isdecimal()]
-    stopped, latest = (
-        status["state"] in ("crashed", "failed", "interrupted"),
-        max(checkpoints, key=lambda name: int(name[11:]), default=""),
-    )
+    stopped = status["state"] in ("crashed", "failed", "interrupted")
+    latest = max(checkpoints, key=lambda name: int(name[11:]), default="")
     left = Status.read(run.directory).waits_for or _left(status)
     return HTML.standing(run.name, " · ".join(str(fact) for fact in facts if fact), status, left, stopped, latest)
+
+
+def _model(run: Run) -> str:
+    name = run.meta.settings.get("model") or run.meta.settings.get("model_name_or_path") or ""
+    return str(name).rstrip("/").rpartition("/")[2]
 
 
 def _left(status: dict[str, Any]) -> str:
     return "" if status["seconds_left"] is None else f"{tqdm.format_interval(status['seconds_left'])} left"
 
 
-def settings(run: Run) -> Markup:
-    """The settings: those that differ from their defaults first, then all of them by topic."""
-    known, own, rows = run.meta.known, run.meta.settings, []
-    for name in dict.fromkeys([name for name in known if name in own] + sorted(own)):
-        topic, default = known.get(name) or (known.get(name.partition(".")[0], [""])[0], None)
-        rows.append([name, _shown(own[name]), _shown(default), topic])
-    table_of_all = pd.DataFrame(rows, columns=["setting", "value", "default", "topic"])
-    differs = table_of_all["setting"].isin(known) & (table_of_all["value"] != table_of_all["default"])
-    changed = HTML.section("What differs from the defaults", table("changed", table_of_all[differs]))
-    return changed + HTML.section("All settings, by topic", table("settings-all", table_of_all))
+def settings(run: Run, search: str = "") -> Markup:
+    """What the run was made of and the settings that differ from their defaults, unless some are searched; those with every word, by topic."""
+    known, own = run.meta.known, run.meta.settings
+    topics = list(dict.fromkeys(topic for topic, _ in known.values()))[::-1]  # those of this package first
+    names = sorted(
+        own.keys() & known.keys(), key=lambda n: (n != "strategy", topics.index(known[n][0]), [*known].index(n))
+    )
+    names += sorted(own.keys() - known.keys())
+    usual = {name: known.get(name, [known.get(name.partition(".")[0], [""])[0], None]) for name in names}
+    rows = [[name, _shown(own[name]), _shown(usual[name][1]), usual[name][0]] for name in names]
+    every = pd.DataFrame(rows, columns=["setting", "value", "default", "topic"])
+    differs = every["setting"].isin(known) & (every["value"] != every["default"])
+    differs &= ~every["setting"].str.startswith(_INCIDENTAL + _DERIVED)
+    parts = Markup()
+    if not search:
+        parts += _made_of(run) + HTML.section("What differs from the defaults", table("changed", every[differs]))
+    return parts + HTML.section("All settings, by topic", table("settings-all", _with_words(every, search)))
+
+
+def _with_words(frame: pd.DataFrame, search: str) -> pd.DataFrame:
+    """The rows that have every word of `search`."""
+    texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
+    return frame[[all(word in text for word in search.lower().split()) for text in texts]]
+
+
+def _made_of(run: Run) -> Markup:
+    """Table of the model, the data, the rewards and the software of a run, as far as they were recorded."""
+    own, names = run.meta.settings, run.meta.reward_names
+    weights = own.get("reward_weights") or [1.0] * len(names)
+    weighted = (f"{name}{f' (weight {w:g})' * (w != 1)}" for w, name in zip(weights, names, strict=False))
+    facts = own | {"rewards": ", ".join(weighted), "recorded by": f"lze_trl {run.meta.package_version}"}
+    rows = [[name.replace("_", " "), _shown(facts[name])] for name in _MADE_OF if _shown(facts.get(name)) != "–"]
+    return HTML.section("This run", table("made-of", pd.DataFrame(rows, columns=["what", "value"])))
 
 
 def _shown(value: Any) -> str:
@@ -237,16 +218,19 @@ def _shown(value: Any) -> str:
 def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.DataFrame:
     """One row per run that has every word of `search` in it, in the `order` of a [`table`]: strategy, standing, accuracy and cost."""
     rows = {id: {"run": id} | run_row(run) for id, run in runs.items()}
-    frame = pd.DataFrame(rows.values(), index=pd.Index(rows, name="run id"))
+    frame = pd.DataFrame(rows.values(), columns=None if rows else ["run", "step"], index=pd.Index(rows, name="run id"))
     if (column := order.removeprefix("-")) in frame:
         frame = frame.sort_values(column, ascending=column == order, kind="stable")
-    texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
-    return frame[[all(word in text for word in search.lower().split()) for text in texts]]
+    return _with_words(frame, search)
 
 
-def runs_table(frame: pd.DataFrame, order: str, opened: str | None) -> Markup:
-    """The table of [`run_table`]."""
-    return table("runs", frame, order, opened, {name: form for name, form in _RUN_FORMS.items() if name in frame})
+def runs_table(frame: pd.DataFrame, order: str, opened: str | None, compared: Collection[str] = ()) -> Markup:
+    """The table of [`run_table`], with ticks for the runs that are compared; numbers that only [`differences`] shows are left out."""
+    parts = [name for name in frame if name.startswith(("reward: ", HELD_OUT)) and name not in _RUN_FORMS]
+    shown = [name for name in frame if name not in (*parts, "of", "seconds", "trained on")]
+    steps = [f"{row.step:,}{f' of {row.of:,}' * bool(row.of)}" for row in frame.itertuples()]
+    forms = {name: form for name, form in _RUN_FORMS.items() if name in shown}
+    return table("runs", frame.assign(step=steps)[shown], order, opened, forms, ticked=compared)
 
 
 def version(run: Run) -> tuple:
@@ -256,22 +240,33 @@ def version(run: Run) -> tuple:
     return hash(run.version), status.state, status.waits_for, *evaluations
 
 
+def differences(runs: dict[str, Run]) -> Markup:
+    """Where runs reached the same score, their numbers at the end, and the settings that differ."""
+    told = (
+        "Choose two runs or more that are judged by the same reward, to see what the same score has cost each of them."
+    )
+    if (found := reached(runs)) is not None:
+        name, level, places = found
+        costs = (f"by {id} after {number(tokens)} tokens (step {step:,})" for id, (step, tokens) in places.items())
+        told = f"{name} {(percent if is_share(name) else fixed)(level)} is reached {', '.join(costs)}."
+        told = told if places else f"No {name} above that of their start was reached by all of these runs."
+    heading = "Values at the end, and their difference from the first run"
+    ends = HTML.section(heading, table("final", final_values(runs)))
+    differing = HTML.section("Settings that differ", table("differing", differing_settings(runs)))
+    return HTML.section("The same score", HTML.note(told)) + ends + differing
+
+
 def final_values(runs: dict[str, Run]) -> pd.DataFrame:
     """The numbers of [`run_row`] side by side, from the second run on with their difference from the first."""
-    rows = {id: {n: v for n, v in run_row(run).items() if isinstance(v, int | float)} for id, run in runs.items()}
+    frame = pd.DataFrame({id: run_row(run) for id, run in runs.items()})
+    numbers = [name for name in frame.index if name != "of" and not any(isinstance(v, str) for v in frame.loc[name])]
     shown = []
-    for name in dict.fromkeys(name for row in rows.values() for name in row):
-        values = [row.get(name, np.nan) for row in rows.values()]
-        form = _RUN_FORMS.get(name, number)
-        shown.append([name, form(values[0])])
-        for other in values[1:]:
-            change = other - values[0]
-            told = (
-                f" ({'+' if change > 0 else '−' if change < 0 else '±'}{form(abs(change))})"
-                if change == change
-                else ""
-            )
-            shown[-1].append(form(other) + told)
+    for name in numbers:
+        form = fixed if name.startswith((HELD_OUT, "reward: ")) else _RUN_FORMS.get(name, number)
+        first, *others = frame.loc[name].astype(float)
+        changes = [(value, value - first, "+" if value > first else "−" if value < first else "±") for value in others]
+        told = [form(value) + f" ({sign}{form(abs(by))})" * (by == by) for value, by, sign in changes]
+        shown.append([name, form(first), *told])
     return pd.DataFrame(shown, columns=["at the end", *runs])
 
 
@@ -296,16 +291,15 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
     groups, known = max(summary["groups"], 1), evaluated(run)
     run.close()  # of hundreds of runs, only those on the page are open
     times = run.sql("SELECT min(time) AS first, max(time) AS last FROM generations").iloc[0]
-    reward, model = (
-        main_reward(run),
-        str(run.meta.settings.get("model") or run.meta.settings.get("model_name_or_path") or "–"),
-    )
+    reward, parts = main_reward(run), reward_curves(run)
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
         "state": f"{status['state']}, {left}" if left else status["state"],
         "step": summary["steps"],
+        "of": int(status["max_steps"] or 0),
         **{name: float(line.iloc[-1]) for name, line in known.items()},
         "reward": last_fifth(reward)[0],
+        **{f"reward: {name}": last_fifth(parts[name].dropna())[0] for name in parts if len(parts.columns) > 1},
         "best reward": float(reward.max()),
         "dead": summary["dead"] / groups,
         "stopped": summary["stopped"] / groups,
@@ -315,7 +309,7 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
         "cost ×": works.get("total", np.nan),
         "wall time": float(times["last"] - times["first"]),
         "started": f"{datetime.fromtimestamp(times['first']):%Y-%m-%d %H:%M}" if len(points) else "–",
-        "model": model.rstrip("/").rpartition("/")[2],
+        "model": _model(run) or "–",
     }
 
 
@@ -337,7 +331,7 @@ _PROMPT_COLUMNS = {
     "energy": "energy",
     "pass rate": "pass_rate",
     "drawn": "drawn",
-    "first": "first_pass_rate",
+    "at first visit": "first_pass_rate",
     "visits": "visits",
     "last step": "last_step",
 }
@@ -355,16 +349,20 @@ def prompt_table(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     rows = frame[list(_PROMPT_COLUMNS.values())].set_axis(list(_PROMPT_COLUMNS), axis=1)
     rows["prompt"] = [short_text(row) for row in frame.to_dict("records")]
     rows["last step"] += 1
+    rows["state"] = rows["state"].replace(LABELS)
     rows.index = pd.Index(frame["prompt_id"].astype(str), name="prompt id")
     return rows.rename(columns={"pass rate": outcome_name(run)})
 
 
 def short_text(row: dict[str, Any]) -> str:
-    """The beginning and the end of a prompt's text, or its id if the text is not recorded."""
+    """The beginning and the end of a prompt's text, and a short answer; its id if the text is not recorded."""
     if not isinstance(row["text"], str):
         return f"prompt {row['prompt_id']}"
     text = " ".join(row["text"].split())
-    return text if len(text) <= _SHORT else f"{text[: _SHORT // 2]} … {text[-_SHORT // 2 :]}"
+    text = text if len(text) <= _SHORT else f"{text[: _SHORT // 2]} … {text[-_SHORT // 2 :]}"
+    columns = json.loads(row["columns"]) if isinstance(row.get("columns"), str) else {}
+    answer = next((str(columns[name]) for name in _ANSWERS if columns.get(name) is not None), "")
+    return f"{text} → {answer}" if 0 < len(answer) <= _SHORT // 4 else text
 
 
 def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "", search: str = "") -> Markup:
@@ -374,15 +372,11 @@ def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: 
     if run.status()["state"] == "running":
         (latest,) = run.sql("SELECT max(generation) AS latest FROM generations")["latest"]
         changed = set(shown.loc[shown["last_generation"] == latest, "prompt_id"].astype(str))
-    forms: dict[str, Callable[[Any], str]] = {"energy": "{:.2f}".format, outcome: percent, "first": percent}
+    forms: dict[str, Callable[[Any], str]] = {"energy": "{:.2f}".format, outcome: percent, "at first visit": percent}
     rows = table(PROMPTS, prompt_table(run, shown), order, opened, forms, changed)
     more = f" The first {MOST_ROWS:,} are listed: sort or search to see others." if total > MOST_ROWS else ""
-    told = (
-        f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}"
-        if total or not search
-        else f"No prompt has all of: {search}"
-    )
-    return HTML.prompts(told, rows)
+    told = f"{total:,} {'prompt' if total == 1 else 'prompts'}.{more}"
+    return HTML.prompts(told if total or not search else f"No prompt has all of: {search}", rows)
 
 
 def prompt_detail(run: Run, prompt_id: int) -> Markup:
@@ -392,18 +386,14 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
     facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
-    facts |= {
-        "drawn": row["drawn"],
-        "visits": row["visits"],
-        "last step": row["last_step"] + 1,
-        "trained on": row["times_selected"],
-        "re-checks": row["rechecks"],
-        outcome_name(run): percent(row["pass_rate"]),
-    }
+    facts |= {"drawn": row["drawn"], "visits": row["visits"], "last step": row["last_step"] + 1}
+    facts |= {"trained on": row["times_selected"], "re-checks": row["rechecks"]}
+    facts |= {outcome_name(run): percent(row["pass_rate"])}
     for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
         facts[name] = f"{row[name.split()[0]]:.2f}"
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
-    return HTML.prompt(row["state"].capitalize(), turns(text), run.images(prompt_id), facts, prompt_id)
+    state = LABELS.get(row["state"], row["state"]).capitalize()
+    return HTML.prompt(state, turns(text), run.images(prompt_id), facts, prompt_id)
 
 
 def completions(run: Run, prompt_id: int, generation: int | None = None) -> Markup:
@@ -412,12 +402,60 @@ def completions(run: Run, prompt_id: int, generation: int | None = None) -> Mark
     episodes turn by turn.
     """
     rows: dict[tuple, dict[str, Any]] = {}
-    for row in (
-        run.completions(prompt_id, generation).sort_values("reward", ascending=False, kind="stable").to_dict("records")
-    ):
+    found = run.completions(prompt_id, generation).sort_values("reward", ascending=False, kind="stable")
+    for row in found.to_dict("records"):
         same = row["completion"], str(row["rewards"]), row["completion_tokens"]
         rows.setdefault(same, row | {"turns": turns(row["completion"]), "times": 0})["times"] += 1
-    return HTML.completions(list(rows.values()), run.meta)
+    latest = run.sql("SELECT max(step) AS step FROM groups WHERE prompt_id = ?", [prompt_id])["step"].iloc[0]
+    return HTML.completions(list(rows.values()), run.meta, latest, outcome_name(run) == GRADED, PASSES)
+
+
+def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
+    """Recorded completions of the last fifth of the generation batches with the highest rewards, or with `"ASC"` the lowest, each text once."""
+    found = run.sql(
+        f"""SELECT *, coalesce(text, '') AS prompt FROM completions
+        JOIN (SELECT prompt_id, any_value(text) AS text FROM prompts GROUP BY ALL) USING (prompt_id)
+        WHERE generation >= (SELECT 0.8 * max(generation) FROM generations) AND reward IS NOT NULL AND completion IS NOT NULL
+        QUALIFY row_number() OVER (PARTITION BY completion ORDER BY generation DESC, prompt_id, index) = 1
+        ORDER BY reward {order}, generation DESC, prompt_id, index LIMIT ?""",
+        [count],
+    )
+    rows = [row | {"turns": turns(row["completion"]), "times": 1} for row in found.to_dict("records")]
+    return HTML.completions(rows, run.meta, None, outcome_name(run) == GRADED, PASSES)
+
+
+def stuck(run: Run) -> Markup:
+    """The prompts that cost most since their last pass, and what all such prompts cost."""
+    found = stuck_prompts(run)
+    if found.empty:
+        return Markup()
+    all = found.iloc[0]
+    told = (
+        f"{all['prompts']:,} prompts had no pass in their latest {FEW_VISITS} visits or more: {all['all_visits']:,.0f} visits, "
+        f"{all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
+    )
+    texts = [short_text(row) for row in found.to_dict("records")]
+    names = {
+        "visits": "visits without a pass",
+        "completions": "completions",
+        "share": "share of tokens",
+        "step": "since step",
+    }
+    shown = found[list(names)].rename(columns=names).set_index(found["prompt_id"].astype(str).rename("prompt id"))
+    shown.insert(0, "prompt", texts)
+    rows = table("stuck", shown, forms={"share of tokens": percent})
+    return HTML.section("Prompts that cost without a pass", HTML.note(told) + rows)
+
+
+def forecast(found: "Forecast") -> Markup:
+    """What strategies would cost, as a sentence, bars and what was assumed."""
+    shares = {f"groups of {size}": share for size, share in found.dead.items()}
+    causes = {CAUSES[cause]: share for cause, share in found.causes.items()}
+    costs = {price.name: price.seconds for price in found.prices}
+    rollouts = {price.name: price.rollouts for price in found.prices}
+    parts = {"Dead groups, by their size": shares, "Dead groups, by cause": causes}
+    parts |= {"Time to the accuracy of plain GRPO, × plain GRPO": costs, "Completions, × plain GRPO": rollouts}
+    return HTML.forecast(found, {name: rows for name, rows in parts.items() if rows})
 
 
 def turns(text: str) -> list[tuple[str, str]]:

@@ -60,11 +60,42 @@ class Forecast:
         numbers = [(price.rollouts, price.updates, price.seconds) for price in self.prices]
         rows = [[p.name, *(f"{e:.2f}" for e in own)] for p, own in zip(self.prices, numbers, strict=True)]
         table = text_table(["strategy", "rollouts ×", "updates ×", last], rows).rstrip()
-        choice = "Do not bother: no strategy surely saves a tenth. `exact`, the default, has plain GRPO's weights and costs no more."
+        choice = self.choice
         if self.chosen is not None:
             choice = "\n  ".join(["Choose", *self.chosen.settings.splitlines()])
         lines += ["", "Price to plain GRPO's accuracy, × plain GRPO", table, "", choice]
-        return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in _assumed(sample))])
+        return "\n".join([*lines, "", "Assumed", *(f"  {line}" for line in self.assumed)])
+
+    @property
+    def choice(self) -> str:
+        """The strategy to choose, in a sentence."""
+        if self.chosen is None:
+            return "Do not bother: no strategy surely saves a tenth. `exact`, the default, has plain GRPO's weights and costs no more."
+        settings, time = self.chosen.settings.replace("\n", "`, `"), self.chosen.seconds
+        span = f"{time.value:.2f} × [{time.low:.2f}, {time.high:.2f}]"
+        return f"Choose `{settings}`: it takes {span} the time of plain GRPO to the same accuracy."
+
+    @property
+    def assumed(self) -> list[str]:
+        """What the forecast assumes, in sentences."""
+        sample = self.sample
+        horizon, how = sample.horizon, "with the graded groups as they are, without smoothing"
+        if sample.binary:
+            how = "with pass rates as they are now"
+        return [
+            "A live group teaches the same, whichever strategy has drawn it.",
+            f"While the model learns, live shares change by a factor of e^±{DRIFT}, and a seed's luck is e^±{LUCK} (one standard deviation each).",
+            f"The training: {horizon.batches:,} generation batches of {horizon.per_batch:,} prompts, {horizon.prompts:,} different ones.",
+            "Group sizes below the one that was drawn: all subsets of each group. Above it: a beta-binomial fit.",
+            f"The gate: its own rule, simulated {how}."
+            if sample.settled
+            else "The recording lacks the rewards of single completions: nothing is said of other group sizes, and of the gate. Forecast the recipe, "
+            "or call `trainer.forecast()`, to price them.",
+            f"Seconds are not known: generation takes {GENERATION:.0%} of plain GRPO's time."
+            if sample.costs is None
+            else "Seconds of rollouts follow their tokens; two rounds on a server that is not full save less. An update is forward and "
+            "backward passes.",
+        ]
 
 
 def _percent(share: Interval) -> str:
@@ -92,23 +123,3 @@ def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
     sizes = {size: estimate for size, estimate in sorted(of_size.items()) if estimate is not None}
     causes = dict(sorted(causes.items(), key=lambda item: -item[1].value))
     return Forecast(sample, sizes, causes, accuracy, gain, best_of, step, found, chosen(found))
-
-
-def _assumed(sample: GroupSample) -> list[str]:
-    horizon, how = sample.horizon, "with the graded groups as they are, without smoothing"
-    if sample.binary:
-        how = "with pass rates as they are now"
-    return [
-        "A live group teaches the same, whichever strategy has drawn it.",
-        f"While the model learns, live shares change by a factor of e^±{DRIFT}, and a seed's luck is e^±{LUCK} (one standard deviation each).",
-        f"The training: {horizon.batches:,} generation batches of {horizon.per_batch:,} prompts, {horizon.prompts:,} different ones.",
-        "Group sizes below the one that was drawn: all subsets of each group. Above it: a beta-binomial fit.",
-        f"The gate: its own rule, simulated {how}."
-        if sample.settled
-        else "The recording lacks the rewards of single completions: nothing is said of other group sizes, and of the gate. Forecast the recipe, "
-        "or call `trainer.forecast()`, to price them.",
-        f"Seconds are not known: generation takes {GENERATION:.0%} of plain GRPO's time."
-        if sample.costs is None
-        else "Seconds of rollouts follow their tokens; two rounds on a server that is not full save less. An update is forward and "
-        "backward passes.",
-    ]

@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from ..config import LZEGRPOConfig
 from ..data import parse_reference
 from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..names import refuse_missing_model
-from ..record.console import held_out_accuracy
+from ..record.console import held_out_accuracy, quiet_transformers
 from ..record.curves import accuracy_metric
 from ..trainer import LZEGRPOTrainer
 from . import RecipeError, reported_errors, show_all_characters, user_errors
@@ -171,6 +170,7 @@ def _run(script_args: Any, training_args: Any, model_args: Any, before_training:
         checkpoint = starting_point(script_args, training_args)
         trainer = build_trainer(script_args, training_args, model_args)
     trainer.resume_command = "the same command with `--resume_from_checkpoint auto`"
+    trainer.generation_step.recorder.described["datasets"] = script_args.datasets
     if trainer.is_world_process_zero():  # that of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
         if checkpoint is None:
@@ -230,8 +230,7 @@ def publish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]):
 
 def setup_logging(is_main: bool):
     """Readable lines from this package; from other processes only warnings."""
-    # TRL itself uses the name that transformers deprecates, so the reader can do nothing about it
-    warnings.filterwarnings("ignore", r".*gradient_checkpointing` is deprecated", FutureWarning)
+    quiet_transformers()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("lze_trl").setLevel(logging.INFO if is_main else logging.WARNING)
 

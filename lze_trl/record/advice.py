@@ -26,19 +26,9 @@ _ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
 # What is said first: causes of which the first makes the others beside the point
 _SEVERITY = (
-    *(
-        "collapsed",
-        "learning_rate",
-        "bfloat16",
-        "unscored",
-        "weights",
-        "constant",
-        "reward",
-        "failed",
-        "cut_off",
-        "same_text",
-    ),
-    *("group_size", "hopeless", "solved", "equal", "value", "shaping", "logprobs", "left_out", "gate"),
+    *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed", "cut_off"),
+    *("same_text", "group_size", "hopeless", "solved", "equal", "value", "often_cut", "shaping", "logprobs"),
+    *("left_out", "gate"),
 )
 _CURES = {
     "unscored": "Check that answers are parsed, and that the reward functions get the dataset columns that they read.",
@@ -190,7 +180,7 @@ class Advice:
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
-            said["cut_off"] = (
+            said["often_cut"] = (
                 f"{rows:.0%} of the completions of the last {batches} were cut off{at_limit}. Set "
                 f"`max_completion_length{higher}`, or ask for shorter answers."
             )

@@ -42,7 +42,8 @@ def causes(batch: Batch, same_text: np.ndarray | None = None, by_one: bool = Fal
         "unscored": unscored,
         "weights": weighted_away,
         "solved": lowest == 1.0,
-        "constant": np.full(count, len(values) == 1 and values[0] not in (0.0, 1.0)),
+        # Equal texts have equal rewards, whatever the reward depends on
+        "constant": ~same_text & (len(values) == 1 and values[0] not in (0.0, 1.0)),
         "cut_off": np.bincount(group, cut_off, minlength=count) == batch.sizes,
         "same_text": same_text,
         "hopeless": highest == 0.0,

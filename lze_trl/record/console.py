@@ -2,9 +2,13 @@
 
 import logging
 import sys
+import time
+import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,11 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from .cards import cards
 from .curves import value_tables
 from .evaluations import first_and_last, read_results, rows_of, text_table
 from .ledger import headline, skipped_visits
-from .numbers import fixed
+from .numbers import PACED, fixed, pace
 from .reader import open_run
 from .schema import TelemetryError
 
@@ -23,17 +28,18 @@ from .schema import TelemetryError
 logger = logging.getLogger(__name__)
 
 # (metric, label, format) of the log line, in this order; a metric that was not logged is left out
-_SHOWN = (
-    ("eval_reward", "held-out reward", "{:.3f}"),
-    ("reward", "reward", "{:.3f}"),
-    ("lze/pass_rate", "pass rate", "{:.3f}"),
-    ("lze/energy", "energy", "{:.3f}"),
-    ("lze/selected_share", "trained", "{:.0%} of groups"),
-    ("lze/dead_share", "dead", "{:.0%}"),
-    ("lze/pruned_prompts", "pruned", "{:.0f}"),
-    ("completions/mean_length", "length", "{:.0f}"),
-    ("loss", "loss", "{:.4f}"),
-    ("learning_rate", "lr", "{:.1e}"),
+_SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("eval_reward", "held-out reward", "{:.3f}".format),
+    ("reward", "reward", "{:.3f}".format),
+    ("lze/pass_rate", "pass rate", "{:.3f}".format),
+    ("lze/energy", "energy", "{:.3f}".format),
+    ("lze/selected_share", "trained", "{:.0%} of groups".format),
+    ("lze/wasted_share", "wasted", "{:.0%}".format),
+    ("lze/total_vs_plain", "saved", lambda ratio: f"{1 - ratio:.0%}"),
+    ("lze/pruned_prompts", "pruned", "{:.0f}".format),
+    ("completions/mean_length", "length", "{:.0f}".format),
+    ("loss", "loss", "{:.4f}".format),
+    ("learning_rate", "lr", "{:.1e}".format),
 )
 
 
@@ -59,16 +65,27 @@ class RunSummary(TrainerCallback):
     held_out: dict[str, str]  # see [`~lze_trl.record.curves.held_out_metrics`]
     write_report: Callable[[Path], Path]  # of a run's folder
     advice: Callable[[bool], dict[str, str]]
+    without: tuple[str, ...] = ()  # metrics that say nothing under this strategy
     ends_with_training: bool = True  # a recipe's run goes on to evaluate and save the model
     _advised: set[str] = field(default_factory=set)
+    _seen: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACED))
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
-        others = [(metric, name, "{:.3f}") for metric, name in self.held_out.items() if metric != "eval_reward"]
+        others = [(metric, name, "{:.3f}".format) for metric, name in self.held_out.items() if metric != "eval_reward"]
         shown = (_SHOWN[0], *others, *_SHOWN[1:])
-        known = [(label, form, logs[name]) for name, label, form in shown if logs and logs.get(name) is not None]
-        if known and state.is_world_process_zero:
-            line = "  ".join(f"{label} {form.format(float(value))}" for label, form, value in known)
-            _write(f"step {state.global_step:>5}  {line}")
+        logged = {
+            name: float(value)
+            for name, value in (logs or {}).items()
+            if isinstance(value, Real) and name not in self.without
+        }
+        known = [f"{label} {form(logged[name])}" for name, label, form in shown if name in logged]
+        if logged.keys() & {"reward", "eval_reward"} and state.is_world_process_zero:  # the last log has only totals
+            if "loss" in logged:
+                self._seen.append((state.global_step, time.time()))
+                if each := pace([*self._seen]):
+                    left = tqdm.format_interval((state.max_steps - state.global_step) * each)
+                    known.append(f"{each:.3g} s a step  {left} left")
+            _write("  ".join([f"step {state.global_step:>5}", *known]))
             for cause, sentence in self.advice(False).items():
                 if cause not in self._advised:
                     _write(f"advice: {sentence}")
@@ -79,15 +96,14 @@ class RunSummary(TrainerCallback):
             self.show(args, state, self.report(args))
 
     def report(self, args: Any) -> dict[str, Path | str]:
-        """Write report and picture of the run so far, if it has telemetry; label and path of each file."""
+        """Write the report of the run so far, if it has telemetry; label and path of each file."""
         if not args.telemetry:
             return {}
         self.flush()
         run_dir = Path(args.output_dir)
         files: dict[str, Path | str] = {"telemetry": run_dir / "telemetry"}
         try:
-            report = self.write_report(run_dir)
-            files |= {"report": report, "picture": report.with_name("summary.png")}
+            files["report"] = self.write_report(run_dir)
         except Exception as error:  # nothing that goes wrong here may cost what comes next
             again = f"It needs lze_trl[app]; try again with `lze-trl report {run_dir}`."
             logger.warning("No report was written: %r. %s", error, again)
@@ -96,7 +112,12 @@ class RunSummary(TrainerCallback):
     def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
         """Print what the run did and cost, its evaluations, and where its files are."""
         held_out = {name: held_out_accuracy(state, metric) for metric, name in self.held_out.items()}
-        lines = summary_lines(self.savings(), held_out)
+        lines = []
+        if args.telemetry:
+            # That it could not be written was said then
+            with suppress(TelemetryError, OSError), closing(open_run(args.output_dir)) as run:
+                lines = [str(card) for card in cards(run)]
+        lines += summary_lines(self.savings(), held_out)
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
@@ -116,11 +137,17 @@ def _write(text: str):
         sys.stdout.flush()  # a log file is read while it grows
 
 
+def quiet_transformers():
+    """Leave out what transformers says at each step of names that TRL uses and a user cannot change."""
+    warnings.filterwarnings("ignore", r".*gradient_checkpointing` is deprecated", FutureWarning, "transformers")
+
+
 def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_bar: bool):
     """
     Show readable lines and a summary instead of what transformers prints, and a progress bar on a terminal. Callbacks that a
     user has derived from those of transformers stay.
     """
+    quiet_transformers()
     stock = (PrinterCallback, ProgressCallback)
     callbacks.callbacks = [callback for callback in callbacks.callbacks if type(callback) not in stock]
     own_bar = any(isinstance(callback, ProgressCallback) for callback in callbacks.callbacks)

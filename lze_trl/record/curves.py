@@ -4,6 +4,8 @@ Curves over a run, reduced to a few hundred points however long it is.
 Steps count from 1: that of a generation batch is the optimizer step that it is rolled out for.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -22,6 +24,9 @@ UNSEEN = "never seen"
 PASSES = 0.5
 """Outcome from which a completion counts as one that passes, where outcomes are graded."""
 
+FEW_VISITS = 3
+"""Latest visits without a pass from which a prompt counts as stuck."""
+
 _MOST_LEVELS = 16  # of outcomes that are shown one by one
 _Z = 1.96  # standard errors to each side of a 95 % interval
 
@@ -39,7 +44,7 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     tokens are those rolled out, with those of plain GRPO as `plain_tokens`.
     """
     columns = {"generation": "max(generation)", "step": "max(step) + 1"}
-    means = ("pass_rate", "selected_pass_rate", "reward_mean", "energy_mean", "dead_share")
+    means = ("pass_rate", "reward_mean", "energy_mean", "dead_share")
     columns |= {name: f"avg({name})" for name in means}
     parts = {"live": "groups - dead", "dead": PAID, "stopped": "stopped"}
     columns |= {name: f"sum({part}) / sum(groups)" for name, part in parts.items()}
@@ -131,10 +136,9 @@ def interval(run: Run, name: str, value: float) -> tuple[float, float]:
         spreads = {name.split("/")[1]: values.iloc[-1] for name, values in logged.items()}
         half = _Z * sum(abs(weight) * spreads.get(part, np.nan) for part, weight in parts.items()) / np.sqrt(count)
         middle = value
-    low, high = float(middle - half), float(middle + half)
-    if is_share(name):
-        return float(np.clip(low, 0.0, 1.0)), float(np.clip(high, 0.0, 1.0))
-    return (low, high) if half else (np.nan, np.nan)  # equal rewards tell nothing of those of other prompts
+        half = half or np.nan  # equal rewards tell nothing of those of other prompts
+    ends = np.array([middle - half, middle + half])
+    return tuple(np.clip(ends, 0.0, 1.0).tolist() if is_share(name) else ends.tolist())
 
 
 def prompt_flow(run: Run, bins: int = 120) -> pd.DataFrame:
@@ -184,16 +188,47 @@ def outcome_histogram(run: Run, bins: int = 120) -> pd.DataFrame:
 
 
 def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
-    """Mean tokens of completions by step: of all as it was logged, and of the recorded ones by their outcome, see [`PASSES`]."""
+    """
+    Tokens of completions by step: the mean of all as it was logged, and mean and 90th percentile of the recorded ones by their outcome,
+    see [`PASSES`].
+    """
     found = run.sql(
-        f"""WITH {_BINS} SELECT bins.step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS tokens
+        f"""WITH {_BINS} SELECT bins.step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS mean,
+            quantile_cont(completion_tokens, 0.9) AS p90
         FROM completions JOIN bins USING (generation) WHERE outcome IS NOT NULL GROUP BY ALL ORDER BY step""",
         [bins],
     )
     every = logged_curves(run, [name := "completions/mean_length"], bins).get(name)
-    names = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}
-    by_outcome = {names[bool(passed)]: rows.set_index("step")["tokens"] for passed, rows in found.groupby("passed")}
-    return ({} if every is None else {"all": every}) | by_outcome
+    names, shown = {True: f"outcome at least {PASSES}", False: f"outcome below {PASSES}"}, dict[str, pd.Series]()
+    for passed, rows in found.groupby("passed"):
+        rows, name = rows.set_index("step"), names[bool(passed)]
+        shown |= {name: rows["mean"], f"{name}, p90": rows["p90"]}
+    return ({} if every is None else {"all": every}) | shown
+
+
+def stuck_prompts(run: Run, most: int = 8) -> pd.DataFrame:
+    """
+    The prompts without a pass in their latest visits, at least [`FEW_VISITS`], that cost most: texts, and since the last pass the first
+    `step`, `visits`, `completions` and the `share` of the tokens of all completions; of all such `prompts`, the sums as `all_visits`, ….
+    """
+    return run.sql(
+        f"""WITH passes AS (
+            SELECT prompt_id, max(generation) FILTER (NOT dead OR pass_rate >= {PASSES}) AS last FROM groups GROUP BY ALL
+        ), stuck AS (
+            SELECT prompt_id, min(step) + 1 AS step, count(*) AS visits, sum(size)::BIGINT AS completions,
+                sum(completion_tokens) / (SELECT sum(completion_tokens) FROM groups) AS share
+            FROM groups JOIN passes USING (prompt_id) WHERE generation > coalesce(last, -1)
+            GROUP BY prompt_id HAVING count(*) >= {FEW_VISITS}
+        ), page AS (
+            SELECT *, count(*) OVER () AS prompts, sum(visits) OVER () AS all_visits,
+                sum(completions) OVER () AS all_completions, sum(share) OVER () AS all_share
+            FROM stuck ORDER BY share DESC, prompt_id LIMIT ?
+        ), texts AS (
+            SELECT prompt_id, any_value(text) AS text, any_value(columns) AS columns FROM prompts
+            WHERE prompt_id IN (SELECT prompt_id FROM page) GROUP BY prompt_id
+        ) SELECT * FROM page LEFT JOIN texts USING (prompt_id) ORDER BY share DESC, prompt_id""",
+        [most],
+    )
 
 
 def seconds_per_step(run: Run, bins: int = 120) -> pd.DataFrame:
@@ -266,6 +301,26 @@ def evaluated(run: Run) -> dict[str, pd.Series]:
 def is_share(name: str) -> bool:
     """Whether one of the curves of [`evaluated`] is a share of completions, and not the mean of a reward."""
     return not name.startswith(HELD_OUT) or name == f"{HELD_OUT} accuracy"
+
+
+def reached(runs: dict[str, Run]) -> tuple[str, float, dict[str, tuple[int, float]]] | None:
+    """
+    The first score of [`held_out_curves`], or else the [`main_reward`], averaged over a tenth of the steps; its highest value that all of
+    the runs have reached; and the step and the tokens rolled out at which each first did, none if one of them began there. `None` if they
+    are not judged by the same score.
+    """
+    scores: list[Any] = [next(iter(held_out_curves(run).items()), None) for run in runs.values()]
+    if None in scores:
+        lines = map(main_reward, runs.values())
+        scores = [(str(line.name), line.rolling(max(1, len(line) // 10), min_periods=1).mean()) for line in lines]
+    if len(runs) < 2 or len({name for name, _ in scores}) > 1 or any(line.empty for _, line in scores):
+        return None
+    level, places = min(line.max() for _, line in scores), {}
+    for (id, run), (_, line) in zip(runs.items(), scores, strict=True):
+        points, step = curve(run), int(line.index[line >= level][0])
+        places[id] = step, float(np.interp(step, [0, *points["step"]], [0, *points["tokens"]]))
+    begun = any(line.iloc[0] >= level for _, line in scores)
+    return scores[0][0], float(level), {} if begun else places
 
 
 def outcome_name(run: Run) -> str:

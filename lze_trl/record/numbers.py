@@ -2,8 +2,14 @@
 
 import math
 import time
+from itertools import pairwise
+from statistics import median
 
 from tqdm import tqdm
+
+
+PACED = 20
+"""Latest steps whose pace tells how long the others will take."""
 
 
 def number(value: float | None) -> str:
@@ -30,3 +36,9 @@ def ago(then: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {name} ago"
     return f"{seconds:.0f} s ago"
+
+
+def pace(steps: list[tuple[int, float]]) -> float | None:
+    """Median seconds of a step, from steps in ascending order and the Unix seconds at which they were seen; `None` for fewer than two."""
+    spent = [(now - then) / (step - last) for (last, then), (step, now) in pairwise(steps) if step > last]
+    return median(spent) if spent else None

@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ..files import displayed
+from .numbers import PACED, pace
 from .schema import DIRECTORY, META_FILE, SQL_TYPES, Meta, MissingTelemetryError, Status, TelemetryError
 from .writer import list_parts
 
@@ -236,7 +237,7 @@ class Run:
 
     def completions(self, prompt_id: int, generation: int | None = None) -> pd.DataFrame:
         """Recorded completions of a prompt in a generation batch, by default the latest that has some."""
-        query = """SELECT * FROM completions WHERE prompt_id = ? AND generation = coalesce(?, generation)
+        query = """SELECT * FROM completions WHERE prompt_id = ? AND generation = coalesce(?, generation) AND completion IS NOT NULL
             QUALIFY generation = max(generation) OVER () ORDER BY index"""
         return self.sql(query, [prompt_id, generation])
 
@@ -248,18 +249,19 @@ class Run:
     def status(self) -> dict[str, Any]:
         """
         `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
-        (`updated`), and `seconds_left` at the median pace of the latest 20 steps; `None` for what is not known.
+        (`updated`), and `seconds_left` at the [`~lze_trl.record.numbers.pace`] of the latest steps; `None` for what is not known.
         """
         status = Status.read(self.directory)
-        (row,) = self.arrow("""SELECT coalesce(max(step) + 1, 0) AS steps, max(time) AS updated,
-            median(pace) AS pace FROM (
-                SELECT step, time, (time - lag(time) OVER steps) / (step - lag(step) OVER steps) AS pace
-                FROM (SELECT step, max(time) AS time FROM generations GROUP BY step ORDER BY step DESC LIMIT 20)
-                WINDOW steps AS (ORDER BY step))""").to_pylist()
-        pace, left = row.pop("pace"), None
-        if status.state == "running" and status.max_steps and pace is not None:
-            left = max(0.0, row["updated"] + (status.max_steps - row["steps"] + 1) * pace - time.time())
-        return row | {"state": status.state, "max_steps": status.max_steps or None, "seconds_left": left}
+        latest = self.sql(
+            "SELECT step, max(time) AS time FROM generations GROUP BY step ORDER BY step DESC LIMIT ?", [PACED]
+        )
+        seen = list(zip(latest["step"].tolist(), latest["time"].tolist(), strict=True))[::-1]
+        steps, updated = (seen[-1][0] + 1, seen[-1][1]) if seen else (0, None)
+        each, left = pace(seen), None
+        if status.state == "running" and status.max_steps and each is not None and updated is not None:
+            left = max(0.0, updated + (status.max_steps - steps + 1) * each - time.time())
+        found = {"steps": steps, "updated": updated, "state": status.state}
+        return found | {"max_steps": status.max_steps or None, "seconds_left": left}
 
     def summary(self) -> dict[str, Any]:
         """

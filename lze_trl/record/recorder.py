@@ -2,9 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 from base64 import b64encode
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from io import BytesIO
 from typing import Any
 
@@ -12,12 +16,14 @@ import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
+from ..redaction import redacted
 from .schema import Meta
 from .tables import GenerationRecord, plain_text
 from .writer import TelemetryWriter
 
 
 _HIGHEST = 3
+_TRAINS = ("trl", "transformers", "torch", "accelerate", "datasets", "peft", "vllm", "deepspeed")
 _HEADING = re.compile(r"^ {8}(?:> (\w.*)|(\w+) ?\(`.*)$", re.M)  # or name of a setting, in a docstring
 _SHOWN_IMAGES, _THUMBNAIL = 4, 96  # of a prompt; pixels of the longer side
 
@@ -99,7 +105,7 @@ class Recorder:
             topics, defaults = topics_of(type(self.args)), _flat(self.args.defaults())
             settings = _flat({name: value for name, value in self.args.to_dict().items() if name != "hub_token"})
             known = {name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()}
-            meta = Meta(settings | self.described, self.reward_names, known)
+            meta = Meta(settings | self.described | made_by(), self.reward_names, known)
             self._writer = TelemetryWriter(self.args.output_dir, meta, resumed_generation=generation or None)
         return self._writer
 
@@ -123,6 +129,25 @@ class Recorder:
         text = {name: np.array(values, dtype=object) for name, values in columns.items()}
         shown_text = [completions.get(row) for row in range(len(group))]
         return prompts | text, rows | {"completion": np.array(shown_text, dtype=object)}
+
+
+def made_by() -> dict[str, Any]:
+    """The command that was started, its secrets left out, the commit of the folder that it ran in, and the versions of what trains."""
+    words, shown = sys.orig_argv[1:], []
+    for before, word in zip(["", *words], words, strict=False):  # a flag and its value are two words, or one
+        flag, equals, value = word.partition("=")
+        begin, rest, name = (flag + equals, value, flag) if equals else ("", word, before)
+        shown.append(begin + redacted(rest, name=name.lstrip("-")))
+    versions = []
+    for name in _TRAINS:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    found = {"command": " ".join(shown), "versions": ", ".join(versions)}
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+        git = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        found["commit"] = git.stdout.strip()
+    return found
 
 
 def topics_of(config: type) -> dict[str, str]:

@@ -22,9 +22,6 @@ META_FILE, STATUS_FILE = "meta.json", "status.json"
 RENEWED_SECONDS, _SILENT_SECONDS = 10.0, 60.0
 """How often a running training renews its status; after how long without that it has crashed."""
 
-NUM_ENERGY_BINS = 26
-"""Bins of the energy histogram: equal widths over (0, 1 + α], live groups only."""
-
 # Columns that the readers know, with their SQL types; further columns are recorded and read as they come.
 # The floats that rank groups have 64 bits, so that a selector run over the recording chooses what it chose in training.
 _TABLES = {
@@ -39,7 +36,7 @@ _TABLES = {
     "generations": """generation INTEGER, step INTEGER, pass_index INTEGER, time DOUBLE, groups INTEGER, rows INTEGER,
         selected INTEGER, dead INTEGER, stopped INTEGER, replayed INTEGER, skipped INTEGER, pass_rate FLOAT,
         selected_pass_rate FLOAT, dead_share FLOAT, reward_mean FLOAT, rewards FLOAT[], energy_mean FLOAT,
-        energy_histogram INTEGER[], ledger MAP(VARCHAR,DOUBLE)""",
+        ledger MAP(VARCHAR,DOUBLE)""",
     "steps": "step INTEGER, generation INTEGER, time DOUBLE, name VARCHAR, value DOUBLE",
 }
 SQL_TYPES = {
@@ -71,7 +68,7 @@ class Meta:
 
     @property
     def energy_max(self) -> float:
-        """Upper end of the energy histogram, 1 + α."""
+        """Highest energy, 1 + α."""
         return 1.0 + float(self.settings.get("selector_kwargs.momentum_weight", 0.3))
 
     @property

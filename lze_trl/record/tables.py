@@ -9,7 +9,6 @@ import pandas as pd
 import pyarrow as pa
 
 from ..batch import Batch, Table, group_mean, places
-from .schema import NUM_ENERGY_BINS
 
 
 @dataclass
@@ -52,7 +51,6 @@ _NO_PROMPT_COLUMNS = ("alive", "solved", "hopeless", "forgotten", "weights", "ch
 _NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "prompt_tokens", "owner", "place", "shuffled")
 # Of a batch of which pruning has left nothing
 _NO_COUNTS: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "stopped", "replayed"), 0)
-_NO_COUNTS["energy_histogram"] = [0] * NUM_ENERGY_BINS
 
 
 def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:
@@ -75,6 +73,7 @@ def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
         "group_size": groups.sizes.mean(),
         "selected_share": chosen.mean(),
         "dead_share": (~groups.alive).mean(),
+        "wasted_share": (~groups.alive & (groups.sizes > 1)).mean(),
         "solved_share": (groups.solved & (groups.sizes > 1)).mean(),
         "replayed_share": groups.replayed.mean(),
         "forgotten": groups.forgotten.sum(),
@@ -82,13 +81,13 @@ def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
     }
 
 
-def tables_of(record: GenerationRecord, now: float, energy_max: float, known: set[int]) -> dict[str, pa.Table]:
+def tables_of(record: GenerationRecord, now: float, known: set[int]) -> dict[str, pa.Table]:
     """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
     prompts, rows = record.prompts, record.rows
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
     ledger = pa.array([list(record.ledger.items())], pa.map_(pa.string(), pa.float64()))
-    summary |= _counts(prompts, rows, energy_max) | record.means if len(record) else _NO_COUNTS
+    summary |= _counts(prompts, rows) | record.means if len(record) else _NO_COUNTS
     generations = to_table({name: [value] for name, value in summary.items()})
     tables = {"generations": generations.append_column("ledger", ledger)}
     if not len(record):
@@ -121,9 +120,8 @@ def tables_of(record: GenerationRecord, now: float, energy_max: float, known: se
     return tables
 
 
-def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], energy_max: float) -> dict[str, Any]:
+def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[str, Any]:
     """Counts and means of `generations`."""
-    energies = np.clip(prompts["energy"][~prompts["dead"]], 0.0, energy_max)
     return {
         "rows": len(rows["group"]),
         **{name: prompts[name].sum() for name in ("selected", "dead", "replayed")},
@@ -134,7 +132,6 @@ def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], energy_
         "reward_mean": _mean(rows["reward"]),
         "rewards": [_mean(column) for column in rows["rewards"].T],
         "energy_mean": _mean(prompts["energy"]),
-        "energy_histogram": np.histogram(energies, bins=NUM_ENERGY_BINS, range=(0.0, energy_max))[0],
     }
 
 

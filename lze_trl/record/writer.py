@@ -65,7 +65,6 @@ class TelemetryWriter:
         self._known = _recorded_prompts(self.directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         meta.write(self.directory)
-        self._energy_max = meta.energy_max
         before = Status.read(self.directory)
         self._status = Status("running", max_steps=before.max_steps, advice=before.advice)
         self._last_generation = max((resumed_generation or 0) - 1, 0)  # of what is logged before the first batch
@@ -82,7 +81,7 @@ class TelemetryWriter:
         now = time.time()
 
         def rows() -> dict[str, pa.Table]:
-            tables = tables_of(record, now, self._energy_max, self._known)
+            tables = tables_of(record, now, self._known)
             self._known.update(record.prompts["prompt_id"].tolist() if len(record) else ())
             self._status.max_steps = record.max_steps
             return tables

@@ -185,7 +185,7 @@ class Gate(RolloutController):
         if round > 1 or draws_whole(prompts):
             return 0
         # All by what is expected once this round has ended: luck in this batch changes nothing
-        completed = np.where(drawn.sizes > 0, np.nan_to_num(self.chances(round, prompts, drawn)), 0.0)
+        completed = np.where(drawn.sizes > 0, np.nan_to_num(np.asarray(self.chances(round, prompts, drawn))), 0.0)
         spent = drawn.num_rows + (self.group_size - 1) * completed.sum()
         each = spent / len(prompts)
         further = (self.num_prompts * self.group_size - spent) / each if each else 0.0

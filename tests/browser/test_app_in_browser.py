@@ -21,12 +21,13 @@ import lze_trl
 import tiny
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app import views
-from lze_trl.app.charts import METRICS, OVERVIEW_CHARTS
+from lze_trl.app.charts import METRICS, overview
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
+from lze_trl.app.report import write_report
 from lze_trl.record import Meta, TelemetryWriter, open_run
 from lze_trl.record.curves import curve, value_tables
-from lze_trl.record.ledger import PLAIN, against_plain
+from lze_trl.record.ledger import against_plain
 from lze_trl.record.schema import STATUS_FILE
 from test_by_value import make as make_by_value
 from test_telemetry import record_run, wait_for
@@ -159,12 +160,18 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     *_, total = against_plain(open_run(runs / "lze-a").summary()["ledger"])
     assert page.evaluate(CARDS)["saved"] == total.times
     page.wait_for_selector(".lze-spark.js-plotly-plot")
-    page.get_by_text(f"Cost, against {PLAIN}", exact=True).wait_for()  # after the cards
-    wait_for(lambda: len(titles(page)) == OVERVIEW_CHARTS)
+    page.get_by_role("heading", name="Cost", exact=True).wait_for()  # after the cards
+    wait_for(lambda: len(titles(page)) == len(overview(open_run(runs / "lze-a"))))
+    widths = page.evaluate(
+        "[...document.querySelectorAll('#lze-plots .lze-chart')].map((c) => [c.clientWidth, c._fullLayout.width])"
+    )
+    assert len(widths) > 5 and all(abs(place - drawn) <= 2 for place, drawn in widths)  # none covers its neighbour
     page.get_by_role("button", name="What other strategies would cost").click()
     page.get_by_role("button", name="Forecast").click()
     told = page.locator("#lze-forecast")
-    wait_for(lambda: told.count() and "Price to plain GRPO's accuracy" in told.inner_text(), seconds=120)
+    wait_for(lambda: told.count() and "Time to the accuracy of plain GRPO" in told.inner_text(), seconds=120)
+    assert told.locator("meter").count() > 3
+    assert told.locator(".lze-advice").inner_text().startswith(("Choose strategy: ", "Do not bother: "))
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []  # it works offline
 
 
@@ -294,8 +301,8 @@ def test_runs_of_a_folder_and_their_status(page, runs, tmp_path):
             open_page(page, address, "Runs")
             wait_for(lambda: set(cells(page, "#lze-runs")) == {"lze-a", "sweep/full"})
             shown = cells(page, "#lze-runs")
-            assert shown["lze-a"][:3] == ["–", "finished", "60"]
-            assert shown["sweep/full"][1].startswith(state) and shown["sweep/full"][2] == "60"
+            assert shown["lze-a"][:3] == ["–", "finished", "60 of 60"]
+            assert shown["sweep/full"][1].startswith(state) and shown["sweep/full"][2] == "60 of 80"
         # A run that begins is found when the page is loaded again
         shutil.copytree(runs / "lze-b", tmp_path / "late")
         open_page(page, address, "Runs")
@@ -311,11 +318,12 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     counts, found = run.prompt_counts(), page.locator("#lze-found")
     for state in ("frontier", "solved", "hopeless", "pruned", "forgotten"):
         assert counts[state] > 0
-        choose(page, "#lze-state", state)
+        label = views.LABELS.get(state, state)
+        choose(page, "#lze-state", label)
         wait_for(lambda n=counts[state]: found.inner_text().strip() == f"{n} prompt{'s' * (n != 1)}.")
-        wait_for(lambda state=state: {row[0] for row in cells(page, "#lze-prompts").values()} == {state})
+        wait_for(lambda label=label: {row[0] for row in cells(page, "#lze-prompts").values()} == {label})
         names, scatter = (
-            {f"{state} ({counts[state]})", "E at D = 1, m = 0"},
+            {f"{label} ({counts[state]})", "E at D = 1, m = 0"},
             page.locator("#lze-scatter .js-plotly-plot"),
         )
         wait_for(lambda names=names, scatter=scatter: set(shown_lines(scatter)) == names)
@@ -357,6 +365,10 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     wait_for(lambda: prompts.text[1] in detail.inner_text())
     search(page, "no such prompt anywhere")
     wait_for(lambda: found.inner_text().strip() == "No prompt has all of: no such prompt anywhere")
+    # No prompt stays open, and no empty chart
+    wait_for(
+        lambda: detail.inner_text().startswith("Choose a prompt") and not page.locator("#lze-scatter .gtitle").count()
+    )
 
 
 def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
@@ -369,7 +381,7 @@ def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
     expected = sum(open_run(runs / "lze-b").prompt_counts("geometry").values())
     wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.", seconds=60)
     row(page, "#lze-prompts", 1).click()
-    page.wait_for_selector("#lze-detail pre")
+    page.wait_for_selector("#lze-prompts tr:nth-child(2)[aria-selected=true]", timeout=60_000)
     text = page.locator("#lze-detail pre").first.inner_text()
     wait_for(lambda: "prompt=" in page.url)
     query = urllib.parse.parse_qs(urllib.parse.urlsplit(page.url).query)
@@ -385,7 +397,11 @@ def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
 
 def test_runs_are_found_sorted_and_opened(page, address, runs):
     open_page(page, address, "Runs")
-    wait_for(lambda: list(cells(page, "#lze-runs")) == ["lze-a", "lze-b", "full"])
+    wait_for(lambda: set(cells(page, "#lze-runs")) == {"lze-a", "lze-b", "full"})
+    assert page.locator("#lze-runs [aria-sort=descending]").inner_text() == "started"
+    assert page.locator("#lze-run-table .lze-scroll").evaluate(
+        "(box) => box.scrollWidth <= box.clientWidth"
+    )  # all columns
     tokens = {name: curve(open_run(runs / name)).tokens.iloc[-1] for name in ("lze-a", "lze-b", "full")}
     heading = page.get_by_role("columnheader", name="tokens")
     assert heading.get_attribute("title") == MEANINGS["tokens"]
@@ -395,6 +411,12 @@ def test_runs_are_found_sorted_and_opened(page, address, runs):
         wait_for(lambda expected=expected: list(cells(page, "#lze-runs")) == expected)
     page.locator("#lze-words textarea, #lze-words input").fill("finished full")
     wait_for(lambda: list(cells(page, "#lze-runs")) == ["full"])
+    page.locator("#lze-runs [data-tick=full]").uncheck()  # which opens nothing, and is seen on Compare
+    for count in (2, 3):
+        open_tab(page, "Compare")
+        wait_for(lambda count=count: page.locator("#lze-compared .token").count() == count, seconds=60)
+        open_tab(page, "Runs")
+        page.locator("#lze-runs [data-tick=full]").check()
     row(page, "#lze-runs", 0).locator("td").nth(4).click()
     wait_for(lambda: page.locator("#lze-standing h1").inner_text() == "full")
     assert page.get_by_role("tab", name="Overview").get_attribute("aria-selected") == "true"
@@ -404,7 +426,11 @@ def test_runs_are_found_sorted_and_opened(page, address, runs):
 def test_runs_are_compared(page, address, runs):
     open_page(page, address, "Compare")
     charts = page.locator(".lze-chart.js-plotly-plot:visible")
-    wait_for(lambda: titles(page) == [METRICS[name].capitalize() for name in list(METRICS)[:4]])
+    first, second, *others = [METRICS[name].capitalize() for name in list(METRICS)[:4]]
+    names = [f"Reward: {name}" for name in open_run(runs / "full").meta.reward_names]
+    wait_for(lambda: titles(page) == [first, second, *names, *others])
+    shapes = {(round(box["width"]), box["height"]) for box in (chart.bounding_box() for chart in charts.all())}
+    assert len(shapes) == 1
     wait_for(lambda: set(shown_lines(charts.nth(1))) == {"lze-a", "lze-b", "full"})
     page.get_by_role("radio", name="FLOPs").check()
     wait_for(lambda: charts.nth(1).locator(".xtitle").text_content() == "FLOPs")
@@ -414,8 +440,40 @@ def test_runs_are_compared(page, address, runs):
     ends = [views.run_row(open_run(runs / name))["cost ×"] for name in ("lze-a", "full")]
     told = [f"{ends[0]:.3f}", f"{ends[1]:.3f} (+{ends[1] - ends[0]:.3f})"]
     wait_for(lambda: cells(page, "#lze-final")["cost ×"] == told)
+    told = page.locator("#lze-differences p").first
+    assert " is reached by lze-a after " in told.inner_text() and "by full after" in told.inner_text()
     open_tab(page, "Settings")
     wait_for(lambda: cells(page, "#lze-settings-all").get("pruning") == ["refill", "–", "–"])
+    page.locator("#lze-named textarea, #lze-named input").fill("refill PRUN")
+    wait_for(lambda: set(cells(page, "#lze-settings-all")) == {"pruning"})
+
+
+def test_a_prompt_that_costs_without_a_pass_can_be_opened(page, address):
+    open_page(page, address)
+    page.wait_for_selector("#lze-stuck tr[data-row]", timeout=120_000)
+    stuck = row(page, "#lze-stuck", 0)
+    id = stuck.get_attribute("data-row")
+    stuck.click()
+    wait_for(
+        lambda: page.locator("#lze-detail [data-copy]").get_attribute("data-copy", timeout=60_000) == id, seconds=60
+    )
+    assert page.get_by_role("tab", name="Prompts").get_attribute("aria-selected") == "true"
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_report_is_one_file_that_draws_its_charts(browser, runs, width):
+    path = write_report(runs / "lze-b")
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme="dark", offline=True)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector("#lze-figures .js-plotly-plot", timeout=60_000)
+    wait_for(lambda: len(titles(page)) == len(overview(open_run(runs / "lze-b"))))
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("[data-card]").count() == 3 and page.locator(".lze-completion").count() == 10
+    assert page.locator("main h1").inner_text() == "lze-b" and cells(page, "#lze-made-of")["model name or path"] == [
+        "synthetic"
+    ]
+    context.close()
 
 
 def test_text_of_a_run_is_shown_never_interpreted(page, tmp_path):
@@ -492,6 +550,11 @@ def test_readable_on_a_phone(browser, address):
     page.wait_for_selector("#lze-detail pre")
     wait_for(lambda: 0 <= page.locator("#lze-detail pre").first.bounding_box()["y"] < 700)
     page.wait_for_selector("#lze-scatter .js-plotly-plot")
+    # A tap says what a word means
+    page.get_by_role("columnheader", name="energy").tap()
+    wait_for(lambda: page.locator(".lze-told").inner_text() == MEANINGS["energy"])
+    page.locator(".lze-told").tap()
+    assert page.locator(".lze-told").count() == 0
     places = [page.locator(place).bounding_box()["y"] for place in ("#lze-prompts", "#lze-detail", "#lze-scatter")]
     assert places == sorted(places)
     context.close()
