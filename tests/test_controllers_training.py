@@ -347,7 +347,9 @@ def test_the_places_of_stopped_groups_go_to_further_prompts(tmp_path):
     assert drawn["nothing"] < drawn["signal"] < drawn["completions"]
     assert live["nothing"] < live["signal"] < live["completions"]
     assert live["signal"] >= 0.9 * 6 * alive  # at least as many as uniform sampling would have given
-    assert drawn["completions"] == pytest.approx(24, rel=0.1)  # as many as uniform sampling draws
+    assert drawn["completions"] == pytest.approx(
+        24, rel=0.15
+    )  # as uniform sampling draws, if the pass has as many prompts left
 
 
 # ---- GRESO ----
