@@ -155,7 +155,9 @@ def extend_model_card(run_dir: str | Path):
 def model_card_section(run_dir: str | Path) -> str:
     """Markdown about the run: what it learned, wasted and saved, settings and evaluations."""
     with closing(open_run(run_dir)) as run:
-        summary, settings, held_out = run.summary(), dict(run.meta.settings), held_out_curves(run)
+        if not (summary := run.summary())["generations"]:
+            raise MissingTelemetryError("The run has no generation batch.")
+        settings, held_out = dict(run.meta.settings), held_out_curves(run)
         learned = "".join(f"\n- {card}" for card in cards(run)) + "\n"
     if settings.get("selector") in ("all", "zero_variance"):
         settings.pop("selection_ratio", None)  # these selectors ignore it

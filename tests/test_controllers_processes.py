@@ -37,7 +37,13 @@ UNEVEN = {
     | (SMALL if "gate" in name else {})
     for name, own in UNEVEN.items()
 }
-EVEN = [("dynamic", 3), ("gate", 3), ("gate of two", 2), ("gate holding signal", 3)]  # rounds that happen to divide
+EVEN = [
+    ("dynamic", 3),
+    ("gate", 3),
+    ("gate of two", 2),
+    ("gate holding signal", 3),
+    ("gate holding completions", 3),
+]  # rounds that happen to divide
 
 SAVED = SETTINGS | {"controller": "dynamic", "selection_ratio": 0.5, "optim": "adamw_torch", "learning_rate": 5e-2}
 SAVED |= {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import tiny
 from controllers_run import FixedTrainer
 from lze_trl.app import charts, views
-from lze_trl.app.report import _draw_summary
 from lze_trl.config import CONTROLLERS
 from lze_trl.forecast import forecast
 from lze_trl.forecast.recorded import sample_of_folder
@@ -135,23 +134,20 @@ def test_all_pages_show_what_is_logged(gated, capsys):
     }
     for name, values in shown.items():
         assert values.dropna().to_dict() == pytest.approx(logged[name], abs=1e-6), name
-    # Charts, Compare and the picture
+    # Charts and Compare
     figures = shown_lines(charts.overview(run))
     drawn = shown_rewards(charts.overview(run))
     assert list(drawn["total"]["training"].y) == points.reward_mean.tolist()
     assert list(drawn["correct"]["training"].y) == rewards["correct"].tolist()
     for metric, column in (("reward_mean", "reward"), ("reward", "reward"), ("dead_share", "lze/dead_share")):
-        (line,) = charts.comparison({"run": run}, "step", metric).data
+        (line,) = charts.comparison({"run": run}, "step", metric)[0].data
         assert dict(zip(line.x, line.y, strict=True)) == pytest.approx(logged[column], abs=1e-6)
-    picture = {line.get_label(): line for line in _draw_summary(run).axes[0].lines}
-    np.testing.assert_allclose(picture["reward"].get_ydata(), points.reward_mean)
-    np.testing.assert_allclose(picture["share of dead groups"].get_ydata(), points.dead_share)
     # Live, dead and drawn in full, stopped: all groups
     parts = [np.array(line.y) for line in figures["What became of the groups"].values()]
     assert len(parts) == 3
     np.testing.assert_allclose(sum(parts), 100.0)
-    for step, share in logged["lze/dead_share"].items():
-        assert re.search(rf"step +{step} .*dead {share:.0%}", printed)
+    for step, share in logged["lze/wasted_share"].items():
+        assert re.search(rf"step +{step} .*wasted {share:.0%}", printed)
     (row,) = views.run_table({"run": run}).to_dict("records")
     summary = run.summary()
     live = summary["groups"] - summary["dead"] - summary["stopped"]

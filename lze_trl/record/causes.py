@@ -57,4 +57,5 @@ def same_texts(batch: Batch) -> np.ndarray:
     """Whether all completions of a group have one length and one log-probability, shape `(P,)`, bool."""
     low, high = extremes(batch.logprobs, batch.group, batch.num_groups)
     with np.errstate(invalid="ignore"):
-        return ~differ(batch.completion_tokens, batch.group, batch.num_groups) & (high - low <= 1e-3 * (1.0 - low))
+        alike = np.isfinite(low) & (high - low <= 1e-3 * (1.0 - low))
+    return alike & ~differ(batch.completion_tokens, batch.group, batch.num_groups)
