@@ -114,7 +114,12 @@ def test_all_pages_show_what_is_logged(gated, capsys):
     run, printed = open_run(folder), capsys.readouterr().out
     logged = {
         name: {entry["step"]: entry[name] for entry in trainer.state.log_history if entry.get(name) is not None}
-        for name in ("reward", "rewards/correct/mean", "rewards/short/mean", "lze/dead_share", "lze/pass_rate")
+        for name in (
+            *("reward", "rewards/correct/mean", "rewards/short/mean"),
+            "lze/dead_share",
+            "lze/pass_rate",
+            "lze/wasted_share",
+        )
     }
     points = curve(run).set_index("step")
     generations = run.generations()
