@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 
 import pytest
 from transformers import PrinterCallback, ProgressCallback
@@ -76,6 +77,13 @@ def test_a_terminal_gets_a_bar_unless_it_is_disabled(tmp_path, capsys, monkeypat
     assert ("2/2" in errors) == bar
     assert "{'" not in shown + errors
     assert sum(line.startswith("step ") for line in shown.splitlines()) == 2
+
+
+def test_steps_do_not_repeat_what_a_user_cannot_change(tmp_path):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(tmp_path)
+    assert not [one for one in told if re.search("gradient_checkpointing_(en|dis)able", str(one.message))]
 
 
 @pytest.mark.parametrize(("quiet", "callback"), [(True, PrinterCallback), (False, ProgressCallback)])

@@ -139,7 +139,7 @@ def _write(text: str):
 
 def quiet_transformers():
     """Leave out what transformers says at each step of names that TRL uses and a user cannot change."""
-    warnings.filterwarnings("ignore", r".*gradient_checkpointing` is deprecated", FutureWarning, "transformers")
+    warnings.filterwarnings("ignore", r".*gradient_checkpointing\w*` is deprecated", FutureWarning, "transformers")
 
 
 def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_bar: bool):
