@@ -221,6 +221,13 @@ def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
     return figure.update_yaxes(hoverformat=",.4~g", **_GRID)
 
 
+def pass_rates(values: pd.Series) -> go.Figure:
+    """How many prompts of a profile have each pass rate."""
+    bins = {"start": 0.0, "end": 1.05, "size": 0.05}
+    figure = _figure("Prompts by pass rate", "pass rate", yaxis_title="prompts")
+    return figure.add_histogram(x=values, xbins=bins, hovertemplate="%{x}: %{y:,} prompts<extra></extra>")
+
+
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)

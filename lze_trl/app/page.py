@@ -81,7 +81,7 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     with gr.Blocks(title="Learning-Zone Energy", analytics_enabled=False, fill_width=True) as app:
         profiles, others = profile.sort_out(runs)
         for folder in profiles:
-            profile.show(folder, _html, _charts)
+            profile.show(folder, _html, _charts, opened=not others)
         if others or not profiles:
             _Page(RunBook(others))
     app.launch(

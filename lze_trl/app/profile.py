@@ -7,14 +7,13 @@ from typing import Any
 
 import gradio as gr
 import pandas as pd
-import plotly.graph_objects as go
 import pyarrow.parquet as pq
 
 from ..profile.folder import DATA, GROUPS, MANIFEST, PREFIX, read_groups, read_manifest
 from ..record.numbers import percent
 from ..record.schema import DIRECTORY, META_FILE
 from ..record.tables import plain_text
-from . import views
+from . import charts, views
 
 
 def sort_out(sources: list[str]) -> tuple[list[Path], list[str]]:
@@ -59,11 +58,9 @@ def completions(folder: Path, place: int) -> Any:
     return views.table("drawn", pd.DataFrame({name: group[own] for name, own in columns.items()}))
 
 
-def show(folder: Path, html: Callable[..., Any], charts: Callable[..., Any]):
-    """Add a profile to the page that is being made."""
+def show(folder: Path, html: Callable[..., Any], chart: Callable[..., Any], opened: bool = True):
+    """Add a profile to the page that is being made, `opened` or to be opened by a click."""
     rows, name = rows_of(folder), folder.resolve().name
-    figure = go.Figure(go.Histogram(x=rows["pass_rate"], xbins={"start": 0, "end": 1.05, "size": 0.05}))
-    figure.update_layout(title="Prompts by pass rate", height=300, xaxis_title="pass rate", yaxis_title="prompts")
 
     def sort(event: gr.EventData) -> Any:
         return prompts(rows, event.sort)
@@ -71,8 +68,8 @@ def show(folder: Path, html: Callable[..., Any], charts: Callable[..., Any]):
     def open_prompt(event: gr.EventData) -> Any:
         return completions(folder, int(rows["place"][event.row]))
 
-    with gr.Accordion(f"Profile {name}: {len(rows):,} prompts"):
-        charts(value=f"[{figure.to_json()}]")
+    with gr.Accordion(f"Profile {name}: {len(rows):,} prompts", open=opened):
+        chart(value=f"[{charts.pass_rates(rows['pass_rate']).to_json()}]")
         table = html(f"profile-{name}", value=prompts(rows, "pass_rate"))
         detail = html("profile-completions", value="Choose a prompt to see its completions.")
     table.select(sort, None, table, api_visibility="private")
