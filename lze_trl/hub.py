@@ -92,7 +92,7 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
     source, target = run_dir / DIRECTORY, copy / DIRECTORY
     target.mkdir(parents=True)
     meta, status = Meta.read(source), Status.read(source)
-    meta.settings = public(meta.settings)
+    meta.settings = public({name: value for name, value in meta.settings.items() if name != "command"})
     meta.write(target)
     hidden = {label(name) for name in meta.settings.get("report_by") or ()} - {*map(label, texts)}
     advice = [line for line in status.advice if not line.startswith(tuple(f"`{name} = " for name in hidden))]
