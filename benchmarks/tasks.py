@@ -99,19 +99,14 @@ TASKS: dict[str, Task] = {
     ),
 }
 
-TASKS["mixed"] = Task(
+TASKS["mixed"] = replace(
+    TASKS["addition"],
     title="Sums of one to five digits, products and remainders",
-    training={
-        **SHARED,
-        "generation_batch_size": 256,
-        "per_device_train_batch_size": 128,
-        "gradient_accumulation_steps": 2,
-        "max_completion_length": 8,
-    },
-    learning_rate=2e-4,
+    training=TASKS["addition"].training | {"max_completion_length": 8},
     steps=96,  # three quarters of a pass
     quick_steps=24,
     eval_every=12,
+    train_limit=None,
 )
 
 

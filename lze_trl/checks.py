@@ -55,7 +55,7 @@ def prepare(
     makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
     if args.report_by and (train_dataset is None or isinstance(train_dataset, (Dataset, IterableDataset))):
         known = [] if train_dataset is None else columns_of(train_dataset)
-        for name in {*args.report_by} - {*known}:
+        for name in (name for name in args.report_by if name not in known):
             raise ValueError(
                 f"`report_by` names the column {name!r}, which the training set lacks: it has {sorted({*known} - {ID_COLUMN})}."
                 f"{near(name, known)} Name some of these, or leave it unset."

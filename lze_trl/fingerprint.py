@@ -20,6 +20,13 @@ def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
         local = vars(tensor).get("ds_tensor", tensor).detach()  # ZeRO-3 keeps the shard there
         flat = (local.to_local() if isinstance(local, DTensor) else local).reshape(-1)
         flat = flat.view(torch.uint8) if flat.element_size() == 1 else flat  # float8 has no hash
-        # An XOR of all elements: the same change of an even number of them cancels out, so the first one counts by itself
-        hashes += [torch.hash_tensor(part) for part in (flat, flat[:1]) if len(part)]
+        hashes += hashes_of(flat)
     return torch.stack([h.to(hashes[0].device) for h in hashes]).tolist() if hashes else []
+
+
+def hashes_of(flat: torch.Tensor) -> list[torch.Tensor]:
+    """
+    Hash a tensor of one dimension: two numbers, none without elements. An XOR of all elements does not see the same change of an even number
+    of them, so the first one counts by itself.
+    """
+    return [torch.hash_tensor(part) for part in (flat, flat[:1]) if len(part)]

@@ -335,10 +335,7 @@ class GenerationStep:
         written = {} if self.instruction is None else {"instruction": self.instruction}
         return written | {  # the passes are over what was written
             "batches": self,
-            "prompts": self.state,
-            "foresight": self.state.foresight.model,
-            "gate": self.state.gate,
-            **self.state.optional_parts(),
+            **self.state.parts(),
             "guard": self.rounds.guard,
             "comparing": self.rounds.comparing,
             "passes": self.passes.stream,

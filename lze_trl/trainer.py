@@ -696,14 +696,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             from .remote import STATE_FILES, resolve
 
             source = resolve(self.args.state_from, STATE_FILES)
-            state = self.prompt_state
-            known = {
-                "prompts": state,
-                "foresight": state.foresight.model,
-                "gate": state.gate,
-                **state.optional_parts(),
-            }
-            store.load_parts(store.find_state(source), known)
+            store.load_parts(store.find_state(source), self.prompt_state.parts())
             logger.info("Starting from the state of %d prompts of `%s`.", len(self.prompt_state), source)
             if self.is_world_process_zero():
                 warn_of_others(source, self)
@@ -727,11 +720,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             if isinstance(stream := self.passes.stream, StreamedRows):  # only we know where its passes end
                 again = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
                 if again and not self.args.ignore_data_skip:
-                    left, accumulation = (
-                        -self.generation_step.micro_step % stream.repeats,
-                        self.args.gradient_accumulation_steps,
-                    )
-                    kwargs["steps_trained_in_current_epoch"] = stream.resume(left, accumulation)
+                    left = -self.generation_step.micro_step % stream.repeats
+                    trained = stream.resume(left, self.args.gradient_accumulation_steps)
+                    kwargs["steps_trained_in_current_epoch"] = trained
                     kwargs["epochs_trained"] += stream.passes_before
                 kwargs["epoch"] += stream.passes_before
             self.passes.epoch = kwargs["epoch"]

@@ -41,10 +41,8 @@ def rows_of(folder: Path) -> pd.DataFrame:
 
 def prompts(rows: pd.DataFrame, order: str) -> Any:
     """The table of the first prompts in an order of a [`~lze_trl.app.views.table`]."""
-    column, forms = (
-        order.removeprefix("-"),
-        dict[str, Callable[[Any], str]](pass_rate=percent, truncated_share=percent),
-    )
+    column = order.removeprefix("-")
+    forms: dict[str, Callable[[Any], str]] = dict.fromkeys(("pass_rate", "truncated_share"), percent)
     shown = rows.sort_values(column, ascending=column == order, kind="stable").drop(columns="place")
     return views.table("profile", shown.head(views.MOST_ROWS), order, forms=forms)
 

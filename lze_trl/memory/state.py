@@ -1,6 +1,7 @@
 """The memory of all visited prompts: a table with one row per prompt."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -253,9 +254,10 @@ class PromptState:
 
     # ---- Save ----
 
-    def optional_parts(self) -> dict[str, Unseen]:
-        """Parts with a state of their own that not every run has, by the name that they have in a checkpoint."""
-        return {} if self.unseen is None else {"unseen": self.unseen}
+    def parts(self) -> dict[str, Any]:
+        """Itself and what it learns, by the name that each has in a checkpoint."""
+        known = {"prompts": self, "foresight": self.foresight.model, "gate": self.gate}
+        return known if self.unseen is None else known | {"unseen": self.unseen}
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of the columns over the visited prompts, the range of scores, and the number of batches."""

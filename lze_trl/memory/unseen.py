@@ -115,10 +115,8 @@ class Unseen:
             return
         raw, offset = self._inputs(ids), np.tile(log_odds(base), 2)
         true, shares = np.repeat([True, False], len(ids)), np.append(alive, 1.0 - alive)
-        forecasts, scored = (
-            self.model.forecasts(offset, np.tile(self._examples(raw), (2, 1))),
-            shares * np.tile(counts, 2),
-        )
+        forecasts = self.model.forecasts(offset, np.tile(self._examples(raw), (2, 1)))
+        scored = shares * np.tile(counts, 2)
         quality = self.model.score(*forecasts, true, scored) | {"used": float(self.model.better)}
         if scored[true].any() and scored[~true].any():
             quality["auc"] = auc(forecasts[0], true, scored)

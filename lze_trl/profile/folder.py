@@ -56,14 +56,15 @@ def weights_hash(model: Any) -> str | None:
     import torch
     from torch.distributed.tensor import DTensor
 
+    from ..fingerprint import hashes_of
+
     hashes = {}
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor) or "ds_tensor" in vars(weight):
             return None
         own = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
         if "lora_" not in own and "modules_to_save" not in own and weight.numel():
-            flat = weight.detach().to(torch.bfloat16).reshape(-1)
-            hashes[own] = [torch.hash_tensor(part).item() for part in (flat, flat[:1])]
+            hashes[own] = [part.item() for part in hashes_of(weight.detach().to(torch.bfloat16).reshape(-1))]
     return _hash(hashes)
 
 
@@ -88,11 +89,12 @@ def read_groups(folder: Path) -> list[dict[str, Any]]:
     """
     groups, place = {}, 0
     if (path := folder / GROUPS).is_file():
-        for line in path.open("rb"):
-            with suppress(ValueError):
-                group = json.loads(line)
-                groups[group["row"]] = group | {"place": place, "completions": None}
-            place += len(line)
+        with open(path, "rb") as lines:
+            for line in lines:
+                with suppress(ValueError):
+                    group = json.loads(line)
+                    groups[group["row"]] = group | {"place": place, "completions": None}
+                place += len(line)
     return [groups[row] for row in sorted(groups)]
 
 

@@ -112,19 +112,18 @@ class RunSummary(TrainerCallback):
     def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
         """Print what the run did and cost, its evaluations, and where its files are."""
         held_out = {name: held_out_accuracy(state, metric) for metric, name in self.held_out.items()}
-        lines = []
+        lines, by_value = [], []
         if args.telemetry:
             # That it could not be written was said then
             with suppress(TelemetryError, OSError), closing(open_run(args.output_dir)) as run:
-                lines = [str(card) for card in cards(run)]
+                lines += [str(card) for card in cards(run)]
+                for column, rows in (value_tables(run) if args.report_by else {}).items():
+                    by_value += [f"By {column}", rows.to_string(index=False, float_format=fixed, na_rep="–")]
         lines += summary_lines(self.savings(), held_out)
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
-        if args.telemetry and args.report_by:
-            with suppress(TelemetryError), closing(open_run(args.output_dir)) as run:
-                for column, rows in value_tables(run).items():
-                    lines += [f"By {column}", rows.to_string(index=False, float_format=fixed, na_rep="–")]
+        lines += by_value
         lines += [f"{label + ':':<11}{path}" for label, path in files.items()]
         _write("\n".join(["", *lines]))
 

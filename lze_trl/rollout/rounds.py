@@ -195,10 +195,8 @@ class Rounds:
 
     def _compares(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any) -> bool:
         """Whether a reward function is found to compare completions: some of a round, with `scores` `(B, F)`, are scored alone."""
-        asked, group = (
-            self.comparing.asked(pending.generation),
-            np.repeat(np.arange(len(pending.counts)), pending.counts),
-        )
+        asked = self.comparing.asked(pending.generation)
+        group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         of_processes = [np.flatnonzero(pending.owner == rank) for rank in range(self.accelerator.num_processes)]
         if (rows := self.comparing.rows(asked, scores, group, of_processes)) is not None:
             own = places(pending.owner)[rows[:, self.accelerator.process_index]]
@@ -339,9 +337,9 @@ class Rounds:
         first, weights = first[has_rows], weights[has_rows]
         mean = mean_over_full_batch(batch.loss_tokens, batch.group, first, weights)
         if finished is not None:
-            weights = represented(weights, finished[has_rows])
+            finished = finished[has_rows]
+            weights = represented(weights, finished)
         batch.facts |= {"uniform": sample, "mean_tokens": mean, "evened_out": pending.evened_out}
-        finished = None if finished is None else finished[has_rows]
         batch.facts |= {"unbegun": pending.plan.rows[~has_rows], "finished": finished}
         return batch.with_prompts(weights=weights)
 

@@ -339,10 +339,8 @@ class VLLMServer:
     async def _compare(
         self, http: httpx2.AsyncClient, snapshot: Snapshot, by: str = "", base: list[float] | None = None
     ):
-        logprobs, when = (
-            await self.prompt_logprobs(http, snapshot.probe, by),
-            "Without an adapter" if base else "After a weight sync",
-        )
+        logprobs = await self.prompt_logprobs(http, snapshot.probe, by)
+        when = "Without an adapter" if base else "After a weight sync"
         self.difference = _mean_difference(logprobs, base or snapshot.reference)
         if not self.difference <= snapshot.tolerance:  # also when it is not a number
             raise ServerMismatchError(
