@@ -80,8 +80,7 @@ def test_a_terminal_gets_a_bar_unless_it_is_disabled(tmp_path, capsys, monkeypat
 
 
 def test_steps_do_not_repeat_what_a_user_cannot_change(tmp_path):
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as told:
         train(tmp_path, gradient_checkpointing=True)
     assert not [one for one in told if re.search("gradient_checkpointing_(en|dis)able", str(one.message))]
 

@@ -269,6 +269,7 @@ def test_what_cannot_be_profiled_is_refused_at_once(tmp_path):
     for told, given, settings in (
         ("at least 4 here, got 3", {"num_completions": 3, "adaptive": True}, {}),
         ("of prompts that come again", {}, {"dataset": tiny.prompts(12).to_iterable_dataset()}),
+        ("two prompts or more", {}, {"count": 1, "num_generations": 2, "per_device_train_batch_size": 2}),
         ("needs one. Unset", {"adaptive": True}, {"multi_objective_aggregation": "normalize_then_sum"}),
     ):
         with pytest.raises(ProfileError, match=told):

@@ -66,6 +66,10 @@ def profile(trainer: Any, folder: Path, num_completions: int = 8, adaptive: bool
         if applies:
             raise store.ProfileError(told)
     ids, config = trainer.passes.stream.prompt_ids, trainer.model.config
+    if len(ids) < 2:
+        raise store.ProfileError(
+            f"A profile needs two prompts or more, and the training set has {len(ids)}. Give more."
+        )
     settings = store.described(trainer) | {"num_completions": num_completions, "adaptive": adaptive, "seed": args.seed}
     settings["engine"] = args.vllm_mode if args.use_vllm else "transformers"
     settings |= {"prompts": len(ids), "prompt_ids": xxhash.xxh64(ids.tobytes()).hexdigest()}
