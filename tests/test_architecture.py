@@ -220,7 +220,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 20_702, "core": 15_467, "tests": 21_701}
+LINES = {"package": 20_701, "core": 15_466, "tests": 21_688}
 """Most lines of Python, scripts and styles. It goes down."""
 
 

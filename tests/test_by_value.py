@@ -49,33 +49,13 @@ def make(folder, cls=FixedTrainer, dataset=None, **settings):
 
 
 def test_a_value_is_called_by_its_text_and_takes_no_markup():
-    read = {
-        3: "3",
-        2.0: "2",
-        0.1 + 0.2: "0.3",
-        None: "no_value",
-        " ": "no_value",
-        "数学": "数学",
-        "AI-MO/N M": "AI-MO_N_M",
-    }
+    read = {3: "3", 2.0: "2", 0.1 + 0.2: "0.3", None: "no_value", " ": "no_value", "数学": "数学"}
+    read |= {"AI-MO/N M": "AI-MO_N_M"}
     assert {value: label(value) for value in read} == read
     several = [np.array([1, 2]), ["Level 5", None], {"b": True, "a": "x", "c": None}, np.nan, []]
     assert [label(value) for value in several] == ["1_2", "Level_5_no_value", "a_x_b_True", "no_value", "no_value"]
-    hostile = [
-        "C+",
-        "C#",
-        "<b>x</b>",
-        "`x`",
-        "a" * 41,
-        "a" * 42,
-        "\u202ex",
-        "x\0",
-        "' OR 1=1",
-        "\ud800",
-        b"\xff",
-        "{{x}}",
-        "$x$",
-    ]
+    hostile = [*("C+", "C#", "<b>x</b>", "`x`", "a" * 41, "a" * 42), *("\u202ex", "x\0", "' OR 1=1", "\ud800")]
+    hostile += [b"\xff", "{{x}}", "$x$"]
     names = [label(one) for one in hostile]
     assert len({*names, "a" * 40}) == len(hostile) + 1 and all(re.fullmatch(r"[\w.-]{1,45}", name) for name in names)
 
@@ -154,9 +134,8 @@ def test_the_parts_make_the_whole(tmp_path, chat, capsys):
 
 def test_stopped_groups_of_one_value_say_nothing_of_those_of_another():
     batch = rollouts({0: [0.0], 1: [0.0, 0.0], 2: [0.0], 3: [0.0, 1.0]})
-    finished = np.array(
-        [0.0, 0.5, 0.0, 0.5]
-    )  # of each value chance has completed one group, of which that of `b` is live
+    # Of each value chance has completed one group, of which that of `b` is live
+    finished = np.array([0.0, 0.5, 0.0, 0.5])
     batch = batch.with_prompts(cause=np.array(["stopped", "hopeless", "stopped", ""]))
     batch = batch.with_rows(rewards_per_func=batch.rewards[:, None])
     # One prompt of `b` was not begun: it passed every time, and its next group is live with a probability of 1/4

@@ -12,6 +12,8 @@ import tiny
 from lze_trl.checkpoint import DiskError, last_complete_checkpoint
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run as run_job
+from lze_trl.profile.folder import ProfileError, read_groups
+from lze_trl.profile.rollout import profile
 from lze_trl.record import open_run
 from nodes_run import served
 
@@ -44,6 +46,15 @@ class Fills(TrainerCallback):
 
 def status(directory: Path) -> str:
     return open_run(directory).status()["state"]
+
+
+def test_a_profile_that_does_not_fit_goes_on_when_there_is_room(tmp_path, disk):
+    (disk / "full").write_bytes(bytes(shutil.disk_usage(disk).free - 16_384))
+    with pytest.raises(ProfileError, match=r"completions.jsonl` cannot be written: .* Make room"):
+        profile(tiny.make(tmp_path / "run", dataset=tiny.prompts(60)), disk / "profile")
+    (disk / "full").unlink()
+    profile(tiny.make(tmp_path / "run", dataset=tiny.prompts(60)), disk / "profile")
+    assert len(read_groups(disk / "profile")) == 60
 
 
 # From nothing to more than a checkpoint: each of its writers fails once

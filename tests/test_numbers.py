@@ -112,14 +112,11 @@ def test_all_pages_show_what_is_logged(gated, capsys):
     trainer, folder = gated
     trainer.train()
     run, printed = open_run(folder), capsys.readouterr().out
+    names = ["reward", "rewards/correct/mean", "rewards/short/mean"]
+    names += [f"lze/{name}" for name in ("dead_share", "pass_rate", "wasted_share")]
     logged = {
         name: {entry["step"]: entry[name] for entry in trainer.state.log_history if entry.get(name) is not None}
-        for name in (
-            *("reward", "rewards/correct/mean", "rewards/short/mean"),
-            "lze/dead_share",
-            "lze/pass_rate",
-            "lze/wasted_share",
-        )
+        for name in names
     }
     points = curve(run).set_index("step")
     generations = run.generations()

@@ -109,8 +109,12 @@ def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int)
             # Keyed by its first prompt: a batch has the same completions however often a profile was ended before
             torch.manual_seed(int(keyed_rng(args.seed, int(rows[0]), "profile").integers(2**62)))
             batch = rounds.finish(rounds.begin(Plan(len(rows), 0, rows=rows), engine, place), engine, len(rows))
-            with open(folder / store.GROUPS, "ab") as file:
-                file.write(_lines(batch, rows, (time.monotonic() - start) / len(rows)))
+            try:
+                with open(folder / store.GROUPS, "ab") as file:
+                    file.write(_lines(batch, rows, (time.monotonic() - start) / len(rows)))
+            except OSError as error:
+                told = f"`{folder / store.GROUPS}` cannot be written: {error.strerror}. Make room, and start it again: it goes on."
+                raise store.ProfileError(told) from error
             bar.update(len(rows))
             before, drawn, tokens = drawn, drawn + batch.num_rows, tokens + batch.completion_tokens.sum()
             if before < _TOLD_AFTER <= drawn:
