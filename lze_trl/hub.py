@@ -22,7 +22,6 @@ from .record.cards import cards
 from .record.curves import held_out_curves
 from .record.evaluations import FILE, first_and_last, read_results, rows_of, text_table
 from .record.evaluations import FOLDER as EVALUATIONS
-from .record.ledger import headline, skipped_visits
 from .record.schema import DIRECTORY, SQL_TYPES, Status
 from .record.writer import list_parts, write_part
 from .redaction import public, without_secrets
@@ -182,8 +181,6 @@ This model was trained with lze_trl {__version__}: GRPO {way}.
 In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
 {learned}
-{_savings(summary["ledger"])}
-
 ### Settings
 
 | setting | value |
@@ -191,14 +188,9 @@ prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["f
 {shown}{evaluated}"""
 
 
-def _savings(totals: dict[str, float]) -> str:
-    """Markdown about the cost, against plain GRPO."""
-    return f"### Savings\n\n{headline(totals)}\n\n{skipped_visits(totals)}"
-
-
 def _dataset_card(run_dir: Path, repo_id: str) -> str:
     with closing(open_run(run_dir)) as run:
-        savings = _savings(run.summary()["ledger"])
+        answers = "".join(f"\n- {card}" for card in cards(run))
     return f"""---
 tags: [lze, grpo, telemetry]
 viewer: false
@@ -207,6 +199,5 @@ viewer: false
 # Training telemetry of {run_dir.name}
 
 Recorded by lze_trl: pass rate and energy of every group, the prompts, and their latest state. Look at it with `lze-trl app {repo_id}`.
-
-{savings}
+{answers}
 """

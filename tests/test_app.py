@@ -283,7 +283,7 @@ def test_a_run_says_what_it_was_made_of_without_secrets(tmp_path, monkeypatch):
 def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     run = open_run(runs / "a")
     frame = run.prompts()
-    pages = views.overview(run) + views.prompts(run, frame, len(frame))
+    pages = views.cards(run) + views.prompts(run, frame, len(frame))
     pages += views.prompt_detail(run, int(frame.prompt_id[0])) + views.table("runs", views.run_table({"a": run}))
     texts = set(re.findall(r'<(?:div|th|span)[^>]* title="([^"]+)"', pages))
     only_elsewhere = {"held-out accuracy", "held-out reward", "mean outcome", "problems"}
@@ -373,7 +373,7 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
 def test_accuracy_means_held_out_accuracy(runs, tmp_path):
     run = open_run(runs / "a")
     assert outcome_name(run) == "pass rate"
-    html = views.overview(run)
+    html = views.cards(run)
     assert "accuracy" not in html.lower().replace("accuracy_reward", "")  # but in the name of a reward
     # One completion of five is half right
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))

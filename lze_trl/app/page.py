@@ -348,7 +348,7 @@ class _Page:
             if figures := charts.overview(run):  # none before the first batch
                 figures[0].update_layout(title_text="Prompts by their state: click to list them")
                 shown = {self.flow: _shown(figures[0]), self.plots: _shown(*figures[1:])}
-                told = views.costs(run) + views.by_value(run, charts.by_value)
+                told = views.evaluations(run) + views.by_value(run, charts.by_value)
                 nothing |= shown | {self.stuck: views.stuck(run), self.costs: told}
         return {self.drawn: seen} | nothing
 

@@ -35,7 +35,7 @@ from ..record.curves import (
     value_tables,
 )
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
-from ..record.ledger import against_plain, headline, skipped_visits
+from ..record.ledger import against_plain
 from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
 from .meanings import MEANINGS
@@ -82,11 +82,6 @@ HTML: Any = _environment.get_template("pages.html").module
 """The macros of `pages.html`, as functions that return `Markup`. They escape every value."""
 
 
-def overview(run: Run) -> Markup:
-    """The cards of the run, and what it cost."""
-    return cards(run) + costs(run)
-
-
 def cards(run: Run, sparkline: str = "") -> Markup:
     """Whether the run learns, what it wastes and what it saves, with the most severe advice; `sparkline` is a figure of its reward as JSON."""
     found = cards_of(run)
@@ -95,14 +90,10 @@ def cards(run: Run, sparkline: str = "") -> Markup:
     return HTML.cards(found, sparkline, Status.read(run.directory).advice)
 
 
-def costs(run: Run) -> Markup:
-    """What the run has cost against plain GRPO, and its evaluations."""
-    if not (totals := run.summary()["ledger"]):  # before the first batch
-        return Markup()
+def evaluations(run: Run) -> Markup:
+    """Tabulate the first and the last evaluation of the run; empty without one."""
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
-    told = HTML.section("Cost", HTML.note(headline(totals)) + HTML.note(skipped_visits(totals)))
-    evaluations = table("evaluations", pd.DataFrame(rows, columns=heading))
-    return told + HTML.section("Evaluations", evaluations) if rows else told
+    return HTML.section("Evaluations", table("evaluations", pd.DataFrame(rows, columns=heading))) if rows else Markup()
 
 
 def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
