@@ -78,11 +78,11 @@ def saved(totals: dict[str, float]) -> Card:
     fewer["tokens"] = totals.get("plain_tokens", 0) - totals.get("rollout_tokens", 0)
     kinds = [f"{number(abs(n))} {'fewer' if n >= 0 else 'more'} {name}" for name, n in fewer.items() if round(n)]
     if plain := time_of_plain(totals):
-        minutes = (plain - spent.seconds) / 60
-        kinds.append(f"{abs(minutes):.1f} min {'less' if minutes >= 0 else 'more'}")
+        minutes = round((plain - spent.seconds) / 60, 1)
+        kinds += [f"{abs(minutes)} min {'less' if minutes > 0 else 'more'}"] if minutes else []
     notes += [", ".join(kinds)] if kinds else []
     notes.append(
-        f"{completions / live:.1f} completions for each of {live:,.0f} live groups" if live else "no live group"
+        f"{number(completions / live)} completions for each of {live:,.0f} live group{'s' * (live != 1)}" if live else "no live group"
     )
     if skipped := totals.get("visits_skipped"):
         notes.append(f"pruning left {skipped:,.0f} visits out")

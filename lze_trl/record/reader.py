@@ -24,6 +24,8 @@ PAID = "dead - stopped"
 """Of a row of `generations`, the dead groups that were drawn in full."""
 
 _PATTERN = re.compile(r"[\[\]*?{}]|[\udc80-\udcff]")  # in a path, DuckDB may read it as a pattern, or cannot take it
+_NAME = re.compile(r"[\w.-]+")  # of a column that a search may name
+_SAMPLED, _FEW = 2_000, 12  # prompts that are looked at for values of columns, and values of a column that are listed
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
 STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored", "stopped")
@@ -208,7 +210,7 @@ class Run:
         What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
 
         `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain each of its words, whatever the case, or whose id it is;
-        a word such as `source=gsm8k` those with a value of a column that `report_by` names.
+        a word such as `source=gsm8k` those with a value of a column, blanks in it written as `_`; [`column_words`] lists such words.
         `order` is one of [`ORDERS`], the highest first with a `-` before it.
         """
         if state not in (*STATES, None):
@@ -234,6 +236,17 @@ class Run:
         condition, parameters = self._found(search)
         query = f"SELECT state, count(*) AS prompts FROM prompt_states WHERE {condition} GROUP BY state"
         return self.sql(query, parameters).set_index("state")["prompts"].reindex(STATES, fill_value=0).to_dict()
+
+    def column_words(self) -> list[str]:
+        """List the words by which [`prompts`] finds values of columns, such as `level=3`, of columns with few values in the first prompts."""
+        rows = self.sql("SELECT columns FROM prompts WHERE columns IS NOT NULL LIMIT ?", [_SAMPLED])["columns"]
+        found: dict[str, set[str]] = {}
+        for row in rows:
+            for name, value in json.loads(row).items():
+                if value is not None and _NAME.fullmatch(name):
+                    found.setdefault(name, set()).add(re.sub(r"\s+", "_", str(value).strip()))
+        columns = sorted(found.items(), key=lambda column: len(column[1]))  # those of few values tell most
+        return [f"{name}={value}" for name, values in columns if 1 < len(values) <= _FEW for value in sorted(values)]
 
     def completions(self, prompt_id: int, generation: int | None = None) -> pd.DataFrame:
         """Recorded completions of a prompt in a generation batch, by default the latest that has some."""
@@ -280,19 +293,19 @@ class Run:
         if not search:
             return "true", []
         conditions, parameters = ["true"], [search.strip()]
-        names = self.sql("FROM groups LIMIT 0").columns
-        by = {name.lower()[3:]: name for name in names if re.fullmatch(r"by\.[\w.-]+", name)}
-        for word in search.lower().split():
-            column, equals, value = word.partition("=")
-            if equals and column in by:
-                conditions.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("{by[column]}") = ?)')
-                parameters.append(value)
-            else:  # columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
-                forms = word, word, json.dumps(word, ensure_ascii=False)[1:-1]
-                conditions.append(
-                    "(contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?))"
-                )
-                parameters += forms
+        names = set(self.sql("FROM groups LIMIT 0").columns)
+        for word in search.split():
+            # Columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
+            forms = ["contains(lower(text), ?)", "contains(lower(columns), ?)", "contains(lower(columns), ?)"]
+            parameters += [word.lower(), word.lower(), json.dumps(word.lower(), ensure_ascii=False)[1:-1]]
+            name, equals, value = word.partition("=")
+            if equals and _NAME.fullmatch(name):
+                forms.append(r"lower(regexp_replace(trim(json_extract_string(columns, ?)), '\s+', '_', 'g')) = ?")
+                parameters += [f'$."{name}"', value.lower()]
+                if f"by.{name}" in names:  # as the values are called in metrics
+                    forms.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("by.{name}") = ?)')
+                    parameters.append(value.lower())
+            conditions.append(f"({' OR '.join(forms)})")
         found = f"prompt_id IN (SELECT prompt_id FROM prompts WHERE {' AND '.join(conditions)})"
         return f"(prompt_id::VARCHAR = ? OR {found})", parameters
 
