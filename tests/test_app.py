@@ -201,7 +201,7 @@ def test_prompts_that_begin_alike_are_told_apart():
 def test_rows_under_the_pointer_keep_their_places(runs):
     with gr.Blocks():
         made = page._Page(RunBook([str(runs / "a")]))
-    given = {"run": "a", "state": "all", "search": "", "orders": {}, "prompt": "", "visit": ""}
+    given = {"run": "a", "state": "all", "search": "", "orders": {}, "prompt": "", "first": "", "visit": ""}
 
     def keys(**changes):
         return re.findall('data-row="(.*?)"', made._show_prompts(made.book.open("a"), given | changes)[made.table])
@@ -210,10 +210,13 @@ def test_rows_under_the_pointer_keep_their_places(runs):
     assert usual == open_run(runs / "a").prompts().prompt_id.astype(str).tolist()
     held = usual[::-1][:5]
     assert keys(held=held) == held + [key for key in usual if key not in held]
-    assert (
-        "No prompt has all of: &lt;b&gt;"
-        in made._show_prompts(made.book.open("a"), given | {"held": [], "search": "<b>"})[made.table]
-    )
+    nothing = made._show_prompts(made.book.open("a"), given | {"held": [], "search": "<b>"})
+    assert "No prompt has all of: &lt;b&gt;" in nothing[made.table] and nothing[made.first] == ""
+    # The prompt that opens by itself stays while its row moves, and gives way to one that is chosen
+    last = made._show_prompts(made.book.open("a"), given | {"held": held, "first": usual[0]})
+    assert last[made.first] == usual[0] and f'data-copy="{usual[0]}"' in last[made.detail]
+    last = made._show_prompts(made.book.open("a"), given | {"held": held, "first": usual[0], "prompt": usual[3]})
+    assert f'data-copy="{usual[3]}"' in last[made.detail]
 
 
 def test_final_values_are_compared_with_the_first_run(runs):
@@ -264,7 +267,7 @@ def test_prompts_that_cost_without_a_pass(tmp_path):
     )
     tokens = run.groups().groupby("prompt_id").completion_tokens.sum()
     assert row["share"] == row["all_share"] == pytest.approx(tokens[row["prompt_id"]] / tokens.sum())
-    told = "1 prompts had no pass in their latest 3 visits or more: 3 visits, 12 completions"
+    told = "1 prompt had no pass in their latest 3 visits or more: 3 visits, 12 completions"
     assert told in views.stuck(run) and f'data-row="{row["prompt_id"]}"' in views.stuck(run)
 
 

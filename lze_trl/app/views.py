@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # it needs torch, and the app does not
     from ..forecast import Forecast
 
 _SHORT = 120  # characters of a prompt in a row: those that begin alike may end differently
-LABELS = {"hopeless": "no pass yet"}
+LABELS = {"hopeless": "all equal"}
 """States that are shown by another name than that of [`~lze_trl.record.reader.STATES`]."""
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
@@ -99,11 +99,14 @@ def evaluations(run: Run) -> Markup:
 def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
     """Tables of the values of columns of the data, a click on a row of which lists its prompts, and under each the `figures` of the column."""
     forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead share": percent}
-    place, shown = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup()
+    place, grid = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup('<div class="lze-grid">{}</div>')
+    shown = Markup()
     for column, rows in value_tables(run).items():
         charts = [place.format(figure.to_json()) for figure in figures(run, column, rows["value"].tolist())]
         rows.index = pd.Index(f"{column}=" + rows["value"], name="search")
-        shown += HTML.section(f"By {column}", table(f"by-{column}", rows, forms=forms) + Markup().join(charts))
+        shown += HTML.section(
+            f"By {column}", table(f"by-{column}", rows, forms=forms) + grid.format(Markup().join(charts))
+        )
     return shown
 
 
@@ -422,7 +425,7 @@ def stuck(run: Run) -> Markup:
         return Markup()
     all = found.iloc[0]
     told = (
-        f"{all['prompts']:,} prompts had no pass in their latest {FEW_VISITS} visits or more: {all['all_visits']:,.0f} visits, "
+        f"{all['prompts']:,} prompt{'s' * (all['prompts'] != 1)} had no pass in their latest {FEW_VISITS} visits or more: {all['all_visits']:,.0f} visits, "
         f"{all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
     )
     texts = [short_text(row) for row in found.to_dict("records")]

@@ -82,7 +82,9 @@ def saved(totals: dict[str, float]) -> Card:
         kinds += [f"{abs(minutes)} min {'less' if minutes > 0 else 'more'}"] if minutes else []
     notes += [", ".join(kinds)] if kinds else []
     notes.append(
-        f"{number(completions / live)} completions for each of {live:,.0f} live group{'s' * (live != 1)}" if live else "no live group"
+        f"{number(completions / live)} completions for each of {live:,.0f} live group{'s' * (live != 1)}"
+        if live
+        else "no live group"
     )
     if skipped := totals.get("visits_skipped"):
         notes.append(f"pruning left {skipped:,.0f} visits out")
