@@ -79,14 +79,14 @@ def _html(id: str, **settings: Any) -> gr.HTML:
 
 
 def _charts(**settings: Any) -> gr.HTML:
-    """Shows the figures of [`_shown`], side by side where the page is wide enough."""
+    """Show the figures of [`_shown`], side by side where the page is wide enough."""
     return gr.HTML(
         html_template='<div class="lze-grid"></div>', js_on_load=_file("charts.js"), elem_classes="lze", **settings
     )
 
 
 def _shown(*figures: Figure) -> str:
-    """Figures as JSON."""
+    """Write figures as JSON."""
     return f"[{','.join(str(figure.to_json()) for figure in figures)}]"
 
 
@@ -234,7 +234,7 @@ class _Page:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
 
     def _offer_forecast(self, id: str) -> tuple[Any, Any]:
-        """No forecast of the run before, and the button for one if a recording of such a run can answer."""
+        """Remove the forecast of the run before, and show the button for one if the recording of this run can answer."""
         try:
             offered = self.book.open(id).meta.settings.get("controller", "uniform") == "uniform"
         except TelemetryError:
@@ -263,7 +263,7 @@ class _Page:
         return begun | self._show(*given.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
-        """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
+        """Return what changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
         own = {name: value for name, value in given.items() if name not in ("prompt", "first", "visit", "held")}
         versions: list[Any] = [own]
         for id in {"Runs": self.book.ids, "Compare": given["runs"]}.get(given["tab"], [given["run"]]):
@@ -283,7 +283,7 @@ class _Page:
         return gr.skip()
 
     def _draw(self, seen: list[Any] | None, drawn: list[Any] | None, tab: str, id: str) -> Any:
-        """The charts of the overview, which take longer than its cards, if what they show has changed."""
+        """Draw the charts of the overview, which take longer than its cards, if what they show has changed."""
         if tab != TABS[0] or seen == drawn:
             return gr.skip()
         nothing = dict.fromkeys((self.flow, self.plots, self.stuck, self.costs), "")
@@ -297,7 +297,7 @@ class _Page:
         return {self.drawn: seen} | nothing
 
     def _show(self, *values: Any) -> Any:
-        """What changes on the page, by component: only the open tab."""
+        """Return what changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
         if not given["run"] and self.book.ids:  # the page is being loaded, and `_begin` shows the run of the address
             return gr.skip()

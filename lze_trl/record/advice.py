@@ -43,7 +43,7 @@ _CURES = {
 
 def accuracy_reward(pass_reward: str | None, reward_names: list[str]) -> str | None:
     """
-    The reward function that says whether a completion is right: the user's `pass_reward`, else the only one whose name says so, as
+    Return the reward function that says whether a completion is right: the user's `pass_reward`, else the only one whose name says so, as
     `accuracy_reward` and `exact_match_reward` do; `None` if that is the total, or not known.
     """
     named = {name for name in reward_names if any(word in name.lower() for word in _ACCURACY)}
@@ -110,7 +110,7 @@ class Advice:
 
     def _price(self, batch: Batch, forecasts: np.ndarray) -> float:
         """
-        Completions for each live group over those of this batch, had the groups been chosen by what was remembered of them. A gate
+        Estimate completions for each live group over those of this batch, had the groups been chosen by what was remembered of them. A gate
         also sees their first completions, so it saves more; 1 where it would save nothing, NaN where a controller chose already.
         """
         if self.args.controller != "uniform" or not batch.alive.any():
@@ -122,7 +122,7 @@ class Advice:
         return min(1.0, drawn / kept * batch.alive.sum() / batch.num_rows) if kept else 1.0
 
     def lines(self, ended: bool = False) -> dict[str, str]:
-        """Sentences by their cause, the most severe first. Once a run has `ended`, its batches are enough even if they are few."""
+        """Return the sentences by their cause, the most severe first. Once a run has `ended`, its batches are enough even if they are few."""
         said = self._lines(ended)
         kinds = {name: name.partition(".")[0] for name in said}
         places = {name: _SEVERITY.index(kind if kind in _SEVERITY else "causes") for name, kind in kinds.items()}
@@ -197,7 +197,7 @@ class Advice:
         return "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
 
     def _of_values(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
-        """Values of a column of the data whose groups were all dead, while others of it lived."""
+        """Name the values of a column of the data whose groups were all dead, while others of it lived."""
         said: dict[str, str] = {}
         sums: defaultdict[str, Counter] = defaultdict(Counter)
         for name, numbers in table.items():
@@ -216,7 +216,7 @@ class Advice:
         return said
 
     def _of_size(self, table: dict[str, np.ndarray], dead: float, batches: str) -> dict[str, str]:
-        """Groups that are too small for the pass rate: as many are dead as chance makes dead, if every prompt passes as often."""
+        """Say that groups are too small for the pass rate, if as many are dead as chance makes dead where every prompt passes as often."""
         size, rate = self.args.num_generations, table["outcome"].mean()
         by_chance = dead_at(rate, size)
         larger = next((other for other in _LARGER if other > size and dead_at(rate, other) < _MOST), None)
@@ -257,7 +257,7 @@ class Advice:
         return said
 
     def _main_reward(self, table: dict[str, np.ndarray]) -> int:
-        """The reward that is to be learned: the one that says whether a completion is right, else the one that can give the most."""
+        """Return the place of the reward that is to be learned: the one that says whether a completion is right, else the one that can give the most."""
         if (name := accuracy_reward(self.args.pass_reward, self.reward_names)) in self.reward_names:
             return self.reward_names.index(str(name))
         weights = self.args.reward_weights or [1.0] * len(self.reward_names)
@@ -299,11 +299,11 @@ class Advice:
         return said
 
     def metrics(self) -> dict[str, float]:
-        """How many sentences are due."""
+        """Count the sentences that are due."""
         return {"advice": float(len(self.lines()))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers of the latest batches."""
+        """Return the numbers of the latest batches."""
         frame = pd.DataFrame(self._recent)
         return {"recent": frame.to_numpy(dtype=np.float64), "names": list(frame)}
 
@@ -317,5 +317,5 @@ class Advice:
 
 
 def dead_at(rate: float, size: int) -> float:
-    """Probability that all of `size` completions pass, or all fail, at a pass rate."""
+    """Return the probability that all of `size` completions pass, or all fail, at a pass rate."""
     return float(rate**size + (1.0 - rate) ** size)

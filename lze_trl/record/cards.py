@@ -29,7 +29,7 @@ class Card:
 
 
 def cards(run: Run) -> list[Card]:
-    """The three answers; none before the first generation batch."""
+    """Return the three answers; none before the first generation batch."""
     summary = run.summary()
     return [_learning(run), _wasted(run, summary), saved(summary["ledger"])] if summary["generations"] else []
 

@@ -95,7 +95,7 @@ class RunSummary(TrainerCallback):
             self.show(args, state, self.report(args))
 
     def report(self, args: Any) -> dict[str, Path | str]:
-        """Write the report of the run so far, if it has telemetry; label and path of each file."""
+        """Write the report of the run so far, if it has telemetry. Returns label and path of each file."""
         if not args.telemetry:
             return {}
         self.flush()
@@ -154,6 +154,6 @@ def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_b
 
 
 def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | None]:
-    """A metric of held-out prompts `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
+    """Return a metric of held-out prompts `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
     logged = {logs["step"]: logs[metric] for logs in state.log_history if metric in logs}
     return {"before": logged.get(0), "after": logged.get(state.global_step)}

@@ -32,7 +32,7 @@ class TokenCost:
 
 
 def token_cost(model: "nn.Module", gradient_checkpointing: bool) -> TokenCost:
-    """FLOPs per token of a model, attention scores not counted."""
+    """Count the FLOPs per token of a model, attention scores left out."""
 
     def size(parameter: Any) -> int:
         # Under ZeRO-3 a parameter is empty on each process, and its full size lies beside it
@@ -75,7 +75,7 @@ class Ledger:
     selection_seconds: float = 0.0  # planning, scoring, selection, packing and recording
 
     def state_dict(self) -> dict[str, float]:
-        """The totals, for a checkpoint."""
+        """Return the totals, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]):
@@ -115,7 +115,7 @@ class Ledger:
         self.plain_tokens += plain_rows * row_tokens
 
     def summary(self, cost: TokenCost) -> dict[str, float]:
-        """Totals with FLOPs, and the FLOPs of plain GRPO, as [`against_plain`] takes them."""
+        """Return the totals with FLOPs, and the FLOPs of plain GRPO, as [`against_plain`] takes them."""
         return {
             **asdict(self),
             "rollout_flops": cost.forward * self.rollout_tokens,
@@ -176,6 +176,6 @@ def time_of_plain(totals: dict[str, float]) -> float | None:
 
 
 def saving_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """The comparison for trackers."""
+    """Return the comparison for trackers."""
     shown = [work for work in against_plain(totals) if work.name != KINDS["logprob"]]
     return {f"{work.name}_vs_plain": work.ratio for work in shown} | {"visits_skipped": totals["visits_skipped"]}

@@ -130,7 +130,7 @@ class Run:
             return True
 
     def _define(self) -> duckdb.DuckDBPyConnection:
-        """The database, with tables over their files."""
+        """Return the database, with tables over their files."""
         if self._database is not None and self._defined:
             return self._database
         if self._database is None:
@@ -180,21 +180,21 @@ class Run:
             return self._run(cursor, query, parameters)
 
     def sql(self, query: str, parameters: list[Any] | None = None) -> pd.DataFrame:
-        """Like [`arrow`], as a data frame."""
+        """Run SQL like [`arrow`], and return a data frame."""
         return self.arrow(query, parameters).to_pandas()
 
     def groups(self, prompt_id: int | None = None) -> pd.DataFrame:
-        """Every group of every generation batch, or those of one prompt: its history."""
+        """Return every group of every generation batch, or those of one prompt: its history."""
         return self.sql(
             "SELECT * FROM groups WHERE prompt_id = coalesce(?, prompt_id) ORDER BY generation, prompt_id", [prompt_id]
         )
 
     def generations(self) -> pd.DataFrame:
-        """One row per generation batch: shares, means and the cumulative ledger."""
+        """Return one row per generation batch: shares, means and the cumulative ledger."""
         return self.sql("SELECT * FROM generations ORDER BY generation")
 
     def steps(self, names: list[str] | None = None) -> pd.DataFrame:
-        """Logged metrics, or only those of some names: one row per step and one column per metric."""
+        """Return logged metrics, or only those of some names: one row per step and one column per metric."""
         frame = self.sql("SELECT * FROM steps WHERE list_contains(coalesce(?, [name]), name)", [names])
         return frame.pivot(index="step", columns="name", values="value").sort_index()
 
@@ -207,7 +207,7 @@ class Run:
         order: str = "-energy",
     ) -> pd.DataFrame:
         """
-        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
+        Return what is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
 
         `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain each of its words, whatever the case, or whose id it is;
         a word such as `source=gsm8k` those with a value of a column, blanks in it written as `_`; [`column_words`] lists such words.
@@ -232,7 +232,7 @@ class Run:
         return self.sql(query, [*parameters, state, prompt_id, limit])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
-        """Number of visited prompts in each state, those that `search` finds if it is given."""
+        """Count the visited prompts in each state, or those that `search` finds."""
         condition, parameters = self._found(search)
         query = f"SELECT state, count(*) AS prompts FROM prompt_states WHERE {condition} GROUP BY state"
         return self.sql(query, parameters).set_index("state")["prompts"].reindex(STATES, fill_value=0).to_dict()
@@ -249,19 +249,19 @@ class Run:
         return [f"{name}={value}" for name, values in columns if 1 < len(values) <= _FEW for value in sorted(values)]
 
     def completions(self, prompt_id: int, generation: int | None = None) -> pd.DataFrame:
-        """Recorded completions of a prompt in a generation batch, by default the latest that has some."""
+        """Return recorded completions of a prompt in a generation batch, by default the latest that has some."""
         query = """SELECT * FROM completions WHERE prompt_id = ? AND generation = coalesce(?, generation) AND completion IS NOT NULL
             QUALIFY generation = max(generation) OVER () ORDER BY index"""
         return self.sql(query, [prompt_id, generation])
 
     def images(self, prompt_id: int) -> list[str]:
-        """Thumbnails of a prompt's images, as data URLs of PNG files."""
+        """Return thumbnails of a prompt's images, as data URLs of PNG files."""
         query = "SELECT unnest(json_extract_string(any_value(images), '$[*]')) AS url FROM prompts WHERE prompt_id = ?"
         return [url for url in self.sql(query, [prompt_id])["url"] if _IMAGE.fullmatch(url)]
 
     def status(self) -> dict[str, Any]:
         """
-        `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
+        Return `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
         (`updated`), and `seconds_left` at the [`~lze_trl.record.numbers.pace`] of the latest steps; `None` for what is not known.
         """
         status = Status.read(self.directory)
@@ -278,7 +278,7 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """
-        The run in a few numbers: generation batches, steps begun, passes, groups, those selected, those `stopped` by a gate, those `dead`
+        Return the run in a few numbers: generation batches, steps begun, passes, groups, those selected, those `stopped` by a gate, those `dead`
         that were not, completions (`rows`); prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares
         with plain GRPO.
         """
