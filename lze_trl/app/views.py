@@ -168,7 +168,7 @@ def _left(status: dict[str, Any]) -> str:
 
 
 def settings(run: Run, search: str = "") -> Markup:
-    """Tabulate the settings that have every word of `search`, by topic; before them, unless some are searched, what the run was made of and what differs from the defaults."""
+    """Tabulate the settings that have every word of `search`, by topic; without a search, also what the run was made of and what is no default."""
     known, own = run.meta.known, run.meta.settings
     topics = list(dict.fromkeys(topic for topic, _ in known.values()))[::-1]  # those of this package first
     names = sorted(
@@ -381,7 +381,7 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
     row = frame.iloc[0]
     facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
     facts |= {"drawn": row["drawn"], "visits": row["visits"], "last step": row["last_step"] + 1}
-    facts |= {"trained on": row["times_selected"], "re-checks": row["rechecks"]}
+    facts |= {"trained on": row["times_selected"], "re-checks": row["rechecks"] or None}  # none without pruning
     facts |= {outcome_name(run): percent(row["pass_rate"])}
     for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
         facts[name] = f"{row[name.split()[0]]:.2f}"
@@ -425,7 +425,8 @@ def stuck(run: Run) -> Markup:
         return Markup()
     all = found.iloc[0]
     told = (
-        f"{all['prompts']:,} prompt{'s' * (all['prompts'] != 1)} had no pass in their latest {FEW_VISITS} visits or more: {all['all_visits']:,.0f} visits, "
+        f"{all['prompts']:,} prompt{'s' * (all['prompts'] != 1)} had no pass in their latest {FEW_VISITS} visits or more: "
+        f"{all['all_visits']:,.0f} visits, "
         f"{all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
     )
     texts = [short_text(row) for row in found.to_dict("records")]

@@ -257,7 +257,7 @@ class Advice:
         return said
 
     def _main_reward(self, table: dict[str, np.ndarray]) -> int:
-        """Return the place of the reward that is to be learned: the one that says whether a completion is right, else the one that can give the most."""
+        """Return the place of the reward to be learned: the one that says whether a completion is right, else the one that can give the most."""
         if (name := accuracy_reward(self.args.pass_reward, self.reward_names)) in self.reward_names:
             return self.reward_names.index(str(name))
         weights = self.args.reward_weights or [1.0] * len(self.reward_names)
