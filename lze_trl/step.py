@@ -185,6 +185,8 @@ class GenerationStep:
         with timed("selection"):
             forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
+            if self.state.unseen is not None:
+                drawn = drawn.with_prompts(forecast=forecasts)
             if self.by_value is not None:
                 unbegun = drawn.facts.get("unbegun", ())
                 others = self.passes.load(unbegun) if len(unbegun) else []

@@ -347,6 +347,18 @@ def test_prompts_that_a_gate_stopped_stay_in_their_state_and_unseen_ones_are_cou
     assert shares.loc[1].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3])
 
 
+def test_forecasts_of_new_prompts_are_set_against_what_came_of_them(runs, tmp_path):
+    settings = {"strategy": "exact", "prompt_features": "text", "telemetry": True, "max_steps": 6}
+    tiny.run(tmp_path, dataset=tiny.prompts(40), **settings)
+    run, title = open_run(tmp_path), "New prompts: forecast and truth"
+    shown = shown_lines(charts.overview(run))[title]["share of live groups"]
+    first = run.groups().query("visits == 1")
+    assert len(first) == sum(shown.text) == 18
+    assert np.dot(shown.text, shown.y) == pytest.approx((~first.dead).sum())
+    assert np.dot(shown.text, shown.x) == pytest.approx(first.forecast.sum())
+    assert title not in shown_lines(charts.overview(open_run(runs / "a")))  # which forecasts nothing
+
+
 def test_rewards_are_drawn_one_by_one_with_their_range_and_held_out_beside_them(tmp_path):
     writer = TelemetryWriter(tmp_path, Meta({"num_generations": 4}, ["right"]))
     writer.record(graded_record(0, [(0, 1, 1, 1), (0, 0, 0, 1)], ["", ""]))

@@ -11,6 +11,7 @@ from ..record import Run
 from ..record.curves import (
     HELD_OUT,
     UNSEEN,
+    calibration,
     curve,
     evaluated,
     held_out_curves,
@@ -70,6 +71,7 @@ def overview(run: Run) -> list[go.Figure]:
         _tokens(run, points),
         *_rewards(run, points),
         _histogram(run),
+        *_calibration(run),
         _lengths(run),
         _bars("Time of a step", {name: seconds[name] for name in seconds}, "seconds", {}),
     ]
@@ -144,6 +146,16 @@ def _histogram(run: Run) -> go.Figure:
         hovertemplate="step %{x}, %{y}: %{z:.1f} % of the groups<extra></extra>",
     )
     return figure.update_yaxes(type="category", title_text=outcome_name(run))
+
+
+def _calibration(run: Run) -> list[go.Figure]:
+    """Draw how often new prompts were alive over their forecast, if the run has made such forecasts."""
+    points = calibration(run).set_index("forecast")
+    if points.empty:
+        return []
+    figure = lines("New prompts: forecast and truth", {"share of live groups": points["alive"]}, "forecast", (0, 1.05))
+    figure.update_traces(text=points["groups"], hovertemplate="%{y:.2f} of %{text:,} groups")
+    return [figure.add_scatter(x=[0, 1], y=[0, 1], name="as forecast", mode="lines", line=_DOTTED)]
 
 
 def _lengths(run: Run) -> go.Figure:

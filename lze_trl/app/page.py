@@ -23,7 +23,10 @@ from .runs import RunBook
 
 TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
-_REFRESH_SECONDS = 1.0  # after which the page asks for what is new
+_REFRESH_SECONDS, _IDLE_SECONDS = (
+    1.0,
+    4.0,
+)  # after which the page asks for what is new, if there was something the last time, or not
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _FIRST_METRICS = list(charts.METRICS)[:4]  # by which runs are compared, unless others are chosen
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
@@ -176,35 +179,33 @@ class _Page:
         drawn = [self.drawn, self.flow, self.plots, self.stuck, self.costs]
         draw = {"fn": self._draw, "inputs": [self.seen, self.drawn, self.tab, self.run], "outputs": drawn, **quiet}
 
-        def then_show(event: Any):
-            event.then(**show).then(**draw)
-
+        self.seen.change(**draw)
         begun = [*shown, self.run, self.runs, self.prompt, self.search]
-        gr.on(None, self._begin, None, begun, **quiet).then(**draw)
+        gr.on(None, self._begin, None, begun, **quiet)
         for tab in self.tabs:
-            then_show(tab.select(lambda name=tab.label: name, None, self.tab, **quiet))
+            tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
             if name not in ("tab", "run", "orders", "prompt", "first", "visit", "held"):
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
-        then_show(self.run.input(lambda: ("", ""), None, of_prompt, **quiet))
+        self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
         self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
-            then_show(part.select(self._sort, self.orders, [self.orders, self.held], **quiet))
-        then_show(self.column.input(self._filter, [self.run, self.search, self.column], self.search, **quiet))
+            part.select(self._sort, self.orders, [self.orders, self.held], **quiet).then(**show)
+        self.column.input(self._filter, [self.run, self.search, self.column], self.search, **quiet).then(**show)
         for event in (self.table.focus, self.table.blur):
             event(self._hold, None, self.held, **quiet)
         for part in (self.table, self.scatter):
-            then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
-        then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
-        then_show(self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet))
-        then_show(self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet))
-        then_show(self.run_table.input(self._tick, self.runs, self.runs, **quiet))
-        then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
+            part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
+        self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet).then(**show)
+        self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet).then(**show)
+        self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet).then(**show)
+        self.run_table.input(self._tick, self.runs, self.runs, **quiet).then(**show)
+        self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
         self.visit.input(self._show_visit, [self.run, self.prompt, self.first, self.visit], shown, **quiet)
-        timer = gr.Timer(_REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, *controls], shown, **quiet).then(**draw)
-        self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
+        self.timer = gr.Timer(_REFRESH_SECONDS)
+        self.timer.tick(self._follow, [self.seen, *controls], [*shown, self.timer], **quiet)
+        self.live.input(lambda live: gr.Timer(active=live), self.live, self.timer, **quiet)
         self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
     def _sort(self, orders: dict[str, str], event: gr.EventData) -> tuple[dict[str, str], list[str]]:
@@ -275,12 +276,15 @@ class _Page:
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        if seen is not None and self._version(given) != seen:
-            return self._show(*values)
-        if seen is not None and given["tab"] not in ("Runs", "Compare"):
-            with suppress(TelemetryError):
-                return {self.standing: views.standing(self.book.open(given["run"]))}  # says how long ago
-        return gr.skip()
+        if seen is None:
+            return gr.skip()
+        if self._version(given) != seen:
+            return self._show(*values) | {self.timer: gr.Timer(_REFRESH_SECONDS)}
+        changes: dict[Any, Any] = {self.timer: gr.Timer(_IDLE_SECONDS)}
+        with suppress(TelemetryError):
+            if given["tab"] not in ("Runs", "Compare"):
+                changes[self.standing] = views.standing(self.book.open(given["run"]))  # says how long ago
+        return changes
 
     def _draw(self, seen: list[Any] | None, drawn: list[Any] | None, tab: str, id: str) -> Any:
         """Draw the charts of the overview, which take longer than its cards, if what they show has changed."""

@@ -241,6 +241,18 @@ def seconds_per_step(run: Run, bins: int = 120) -> pd.DataFrame:
     return spent.div(steps.clip(lower=1), axis=0).clip(lower=0)  # a resumed run may have lost some
 
 
+def calibration(run: Run) -> pd.DataFrame:
+    """
+    Compare the forecasts of prompts before their first visit with what came of them, in tenths: mean `forecast`, share of `alive` groups,
+    and number of `groups`. Empty without forecasts, and where a gate has stopped groups, of which nobody knows whether they are alive.
+    """
+    if "forecast" not in run.sql("FROM groups LIMIT 0"):
+        return pd.DataFrame(columns=["forecast", "alive", "groups"])
+    return run.sql("""SELECT avg(forecast) AS forecast, avg((NOT dead)::INTEGER) AS alive, count(*) AS groups
+        FROM groups WHERE visits = 1 AND scored > 0 AND NOT EXISTS (FROM groups WHERE cause = 'stopped')
+        GROUP BY least(floor(10 * forecast), 9) ORDER BY forecast""")
+
+
 def reward_limits(run: Run) -> pd.DataFrame:
     """Return lowest and highest mean of a group of every reward function, one row each, and of the `total`."""
     columns = {name: f"rewards[{index}]" for index, name in enumerate(run.meta.reward_labels, start=1)}
