@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # it needs torch, and the app does not
     from ..forecast import Forecast
 
 _SHORT = 120  # characters of a prompt in a row: those that begin alike may end differently
-LABELS = {"hopeless": "all equal"}
+LABELS = {"hopeless": "no signal"}
 """States that are shown by another name than that of [`~lze_trl.record.reader.STATES`]."""
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
