@@ -323,7 +323,7 @@ class _Page:
         return changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
-        state, search = None if given["state"] == "all" else given["state"], given["search"]
+        state, search = None if given["state"] == "all" else given["state"], given["search"] or ""
         order, words = given["orders"].get(views.PROMPTS, ""), run.column_words()
         found = run.prompts(state, search, views.MOST_PROMPTS, order=views.prompt_order(order))
         if held := {id: place for place, id in enumerate(given["held"])}:

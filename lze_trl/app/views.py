@@ -381,7 +381,8 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
     row = frame.iloc[0]
     facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
     facts |= {"drawn": row["drawn"], "visits": row["visits"], "last step": row["last_step"] + 1}
-    facts |= {"trained on": row["times_selected"], "re-checks": row["rechecks"] or None}  # none without pruning
+    prunes = run.meta.settings.get("pruning", "none") != "none"
+    facts |= {"trained on": row["times_selected"]} | ({"re-checks": row["rechecks"]} if prunes else {})
     facts |= {outcome_name(run): percent(row["pass_rate"])}
     for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
         facts[name] = f"{row[name.split()[0]]:.2f}"
