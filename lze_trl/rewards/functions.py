@@ -114,9 +114,9 @@ def accuracy_reward(
     numbers; a list of them where any of several is right; `None` for a prompt without one. TRL's `log_extra` receives the answers that were read, its `log_metric`
     `accuracy/unscorable`: the share of completions without a score, of those whose prompt has a gold answer.
 
-    What is left, wrong answers first: a number is right whatever is counted (5 pears for 5 apples, 5 cents for 5), unless the gold
-    answer names another unit of that kind; so is the letter of an option whatever stands behind it, 20 for `20\%`, 52 for `52_8`,
-    `5\approx6` for 5, `f'` for `f`, "net" for "ten", and a box that a later sentence takes back. Numbers in words, other units
+    What is left, wrong answers first: a number is right whatever is counted (5 pears for 5 apples, 5 cents for 5 dollars, 3 p.m. for 3 a.m.); so is
+    the letter of an option whatever stands behind it, 20 for `20\%`, 52 for `52_8`, `5\approx6` for 5, `f'` for `f`, "net" for
+    "ten", and a box that a later sentence takes back. Numbers in words, other units
     (60 minutes for an hour), what needs a positive unknown (`\sqrt{1/n}` for `1/\sqrt{n}`) and `\lor` are not right.
 
     Returns:

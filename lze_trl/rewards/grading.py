@@ -120,7 +120,6 @@ class Answer:
     """An answer as math-verify reads it: a SymPy expression and its text, or the text alone."""
 
     values: tuple[Any, ...]
-    units: frozenset[tuple[int, str]] = frozenset()  # which are no part of the values
 
     @property
     def text(self) -> str:
@@ -267,8 +266,8 @@ def equal(gold: Answer, answer: Answer) -> bool:
 
 
 def _equal(gold: Answer, answer: Answer) -> bool:
-    if gold.text == answer.text or gaps.differ_in_units(gold.units, answer.units):
-        return not gaps.differ_in_units(gold.units, answer.units)
+    if gold.text == answer.text:
+        return True
     options = gaps.split_option(gold.text), gaps.split_option(answer.text)
     if any(map(all, options)):  # "(B) 27" equals B, and 27
         parts = [(_read_bare(a), _read_bare(b)) for a, b in zip(*options, strict=True) if a and b]
@@ -352,16 +351,15 @@ def _read_bare(text: str) -> Answer | None:
     text = re.sub(r"(?<![.,])[.]$", "", text.strip())
     math = _MATH.fullmatch(text)
     text = text if math is None else math[math.lastindex or 0].strip()
-    names = gaps.unit_names(text)
     text = text if gaps.is_too_large(text) else gaps.rewrite(text)
     if _braced(f"{{{text}}}") != text.strip():
         return None
     words = gaps.as_words(text)
     if words is not None or gaps.is_too_large(text) or _ELLIPSIS.search(text):
-        return Answer((words or text,), names)
+        return Answer((words or text,))
     try:
         values = parse(f"\\boxed{{{text}}}", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
-        return Answer(tuple(gaps.with_union(text, values)), names) if values else None
+        return Answer(tuple(gaps.with_union(text, values))) if values else None
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None

@@ -17,7 +17,7 @@ from ..seeding import keyed_rng
 from ..settings import SelfPlaySettings
 from .filters import reason_to_reject
 from .overlap import OverlapIndex
-from .templates import SYSTEM_PROMPT, TEMPLATES, Item
+from .templates import SYSTEM_PROMPT, Item, read_problems, request_text
 
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ class Writer:
         generator: Generator | None = None,
     ):
         self.settings, self.seeds, self.seed, self.generator = settings, seeds, seed, generator
-        self.template = TEMPLATES[settings.template]
         sampling = {n: vars(settings)[n] for n in ("temperature", "top_p", "max_tokens", "presence_penalty")}
         self.decoding = Decoding(**sampling, seed=seed, chat=conversational)
         self.rounds = 0
@@ -160,10 +159,10 @@ class Writer:
         name = f"write-{self.rounds}"
         requests = [SampleRequest(Problem(name, self._prompt(texts), None), i) for i, texts in enumerate(shown)]
         answers = {request.sample: output for request, output in ask(requests, self.decoding)}
-        return [self.template.read(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
+        return [read_problems(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
 
     def _prompt(self, exemplars: list[str]) -> str | list[dict[str, str]]:
-        text = self.template.request(exemplars)
+        text = request_text(exemplars)
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
         return messages if self.decoding.chat else text
 

@@ -201,7 +201,7 @@ class HTTPGeneration:
             kwargs = self.args.vllm_server_kwargs
             if (tolerance := kwargs["sync_tolerance"]) is None:
                 tolerance = tolerance_for(model, self.accelerator, self.pool.servers)
-            changed, base = (1.0, self._base[1]) if self._base else (self._changes.share(), None)
+            changed, base = (1.0, self._base[1]) if self._base else (self._changes.share(self._dtype), None)
             compared = self._probe, reference, tolerance, changed, base
             try:
                 self.pool.load(Snapshot(directory.name, str(directory), *compared))
@@ -214,7 +214,7 @@ class HTTPGeneration:
                 level = logging.WARNING if unwanted else logging.INFO
                 logger.log(level, "A weight sync sends %.2f MB: %s.", size / 1e6, self._sends)
                 self._sends = ""
-            return None, self._changes.in_bytes(self._precision)
+            return None, self._changes.share(self._precision)
 
         why, self._changed = self._on_main_process(load)
         if failure is not None:  # on this process alone

@@ -83,10 +83,7 @@ def export_adapter(
 
 
 class ChangedShare:
-    """
-    The share of the exported weights that an update has moved, estimated from a sample of each tensor. A change that is far below the
-    rounding of a usual weight, as of a bias near zero, does not count: it moves no log-prob.
-    """
+    """Estimates the share of the exported weights that an update has moved, from a sample of each tensor."""
 
     def __init__(self):
         self._before: dict[str, torch.Tensor] = {}
@@ -102,21 +99,19 @@ class ChangedShare:
                 self._now[name] = flat[::stride].clone()
             yield name, tensor
 
-    def share(self) -> float:
-        """The share of the sampled weights that the last export has moved, from 0 to 1; 1 before the second export."""
-        if self._before.keys() != self._now.keys():
-            return 1.0
-        now = torch.cat([tensor.float() for tensor in self._now.values()])
-        before = torch.cat([tensor.float() for tensor in self._before.values()])
-        rounding = max(torch.finfo(tensor.dtype).eps for tensor in self._now.values())
-        moved = (now - before).abs() > now.abs().median() * rounding / 16
-        return float(moved.float().mean())
-
-    def in_bytes(self, dtype: torch.dtype) -> float:
-        """The share of the sampled weights that the last export has changed at all, rounded to a type; NaN before the second export."""
-        before = self._before
-        differ = [now.to(dtype) != before[name].to(dtype) for name, now in self._now.items() if name in before]
-        return float(torch.cat(differ).float().mean()) if differ else math.nan
+    def share(self, dtype: torch.dtype) -> float:
+        """
+        Return the share of the sampled weights, rounded to a type, that the last export has moved; NaN before the second export. A
+        change far below the rounding of a usual weight, as of a bias near zero, does not count: it moves no log-prob.
+        """
+        if not self._before or self._before.keys() != self._now.keys():
+            return math.nan
+        before, now = (
+            torch.cat([sample.to(dtype).float() for sample in samples.values()])
+            for samples in (self._before, self._now)
+        )
+        least = now.abs().median() * torch.finfo(dtype).eps / 16
+        return float(((now - before).abs() > least).float().mean())
 
 
 def untied_weights(model: nn.Module) -> tuple[str, str] | None:
