@@ -3,8 +3,8 @@
 import pytest
 
 from lze_trl.rewards import accuracy_reward
-from lze_trl.rewards.gaps import rewrite
 from lze_trl.rewards.grading import gold_text, read_answer, read_gold
+from lze_trl.rewards.math_verify_fixes import rewrite
 
 
 def score(gold, completion):

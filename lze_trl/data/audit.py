@@ -8,8 +8,8 @@ import pandas as pd
 
 from ..prompt_checks import Context
 from ..rewards.functions import is_placeholder
-from ..rewards.grading import equal, read_answer, read_gold
-from ..rewards.limit import GradingTimeout
+from ..rewards.grading import answers_equal, read_answer, read_gold
+from ..rewards.timeouts import GradingTimeout
 from .prompts import load_prompts
 
 
@@ -63,5 +63,5 @@ def _can_be_scored(gold: str) -> bool:
     """Whether a completion that boxes a gold answer is right."""
     with suppress(GradingTimeout):
         answer, boxed = read_gold(gold), read_answer(f"The result is $\\boxed{{{gold}}}$.")
-        return answer is not None and boxed is not None and equal(answer, boxed)
+        return answer is not None and boxed is not None and answers_equal(answer, boxed)
     return False

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .grading import Answer, equal, gold_texts, last_boxed, read_answer, read_gold, thinking_prefix
-from .limit import GradingTimeout, budget, in_main_thread, in_time
+from .grading import Answer, answers_equal, gold_texts, last_boxed, read_answer, read_gold, thinking_prefix
+from .timeouts import GradingTimeout, budget, in_main_thread, run_with_timeout
 
 
 logger = logging.getLogger(__name__)
@@ -163,14 +163,14 @@ def grade(completion: str, gold: Any) -> Grade:
 def _graded(completion: str, golds: list[str]) -> Grade | None:
     """The grade of a completion, or nothing if no gold answer can be read."""
     answers = [answer for answer in map(read_gold, golds) if answer is not None]
-    return in_time(_compared, answers, completion) if answers else None
+    return run_with_timeout(_compared, answers, completion) if answers else None
 
 
 def _compared(golds: list[Answer], completion: str) -> Grade:
     answer = read_answer(completion)
     if answer is None:
         return Grade(0.0, "", True)
-    return Grade(float(any(equal(gold, answer) for gold in golds)), answer.text, True)
+    return Grade(float(any(answers_equal(gold, answer) for gold in golds)), answer.text, True)
 
 
 def exact_match_reward(

@@ -18,8 +18,8 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, grader, parse, parser, verify
 from sympy import Basic, I, MatrixBase
 
-from . import gaps
-from .limit import GradingTimeout, in_time
+from . import math_verify_fixes as fixes
+from .timeouts import GradingTimeout, run_with_timeout
 
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 GOLD_SECONDS = 5.0
 """Most that reading a gold answer may take, which happens once."""
 
-# math-verify warns that its own timeouts, which need whole seconds, are off. Ours are in `limit`
+# math-verify warns that its own timeouts, which need whole seconds, are off. Ours are in `timeouts`
 parser.TIMEOUT_WARNING_SHOWN = grader.TIMEOUT_WARNING_SHOWN = True
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
@@ -100,12 +100,12 @@ _FILLER = re.compile(
 )
 _ELLIPSIS = re.compile(r"\.\.\.|…|\\[cl]?dots(?![a-zA-Z])")  # math-verify drops it
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*]|$)")
-_PARTS_OF_VALUES = ("and", "or", "percent", *gaps.MAGNITUDES)
+_PARTS_OF_VALUES = ("and", "or", "percent", *fixes.MAGNITUDES)
 _LETTER = re.compile(r"\(?([A-Z])\)(?!\s*(?:[,/&]|and\b|or\b))")
 _MATH = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<!\\)\$((?:\\.|[^$\n\\])+)\$(?!\d)", re.DOTALL)
 _TEXT_IN_MATH = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}")
 _CHANGED = re.compile(
-    rf"\b(?:{gaps.CHANGES}|(?:is|was|are)(?: not|n['’]t))\b|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d",
+    rf"\b(?:{fixes.CHANGES}|(?:is|was|are)(?: not|n['’]t))\b|(?:and|times|plus|minus|over|to|by|point)\s+[-($\\]*\d",
     re.IGNORECASE,
 )
 _REASON = re.compile(r"\b(?:since|because|as|which|where|when|given)\b", re.IGNORECASE)
@@ -235,7 +235,9 @@ def read_gold(gold: str) -> Answer | None:
     """
     text = _SIGNS.sub("", final_part(gold))
     with suppress(GradingTimeout):
-        return in_time(lambda: _read_shown(text) or _read_announced(text) or _read_bare(text), seconds=GOLD_SECONDS)
+        return run_with_timeout(
+            lambda: _read_boxed_or_marked(text) or _read_announced(text) or _read_plain(text), seconds=GOLD_SECONDS
+        )
     return None
 
 
@@ -247,32 +249,32 @@ def read_answer(completion: str) -> Answer | None:
 
     Returns `None` if there is no answer, and raises [`GradingTimeout`] if it cannot be read in time.
     """
-    return in_time(_read_completion, _SIGNS.sub("", final_part(completion)))
+    return run_with_timeout(_read_completion, _SIGNS.sub("", final_part(completion)))
 
 
 def _read_completion(text: str) -> Answer | None:
-    answer = _read_shown(text)
+    answer = _read_boxed_or_marked(text)
     if answer is not None:
         return answer
     if re.search(_BOX.pattern + r"\{", text):
         return None  # cut off within the box
     is_bare = len(text) <= _BARE_ANSWER_CHARACTERS and "\n" not in text
-    return _read_announced(text) or (_read_bare(text) if is_bare else None)
+    return _read_announced(text) or (_read_plain(text) if is_bare else None)
 
 
-def equal(gold: Answer, answer: Answer) -> bool:
+def answers_equal(gold: Answer, answer: Answer) -> bool:
     """Whether two answers are equal, as far as math-verify can tell; raises [`GradingTimeout`] if it takes too long."""
-    return in_time(_equal, gold, answer)
+    return run_with_timeout(_are_equal, gold, answer)
 
 
-def _equal(gold: Answer, answer: Answer) -> bool:
+def _are_equal(gold: Answer, answer: Answer) -> bool:
     if gold.text == answer.text:
         return True
-    options = gaps.split_option(gold.text), gaps.split_option(answer.text)
+    options = fixes.split_option(gold.text), fixes.split_option(answer.text)
     if any(map(all, options)):  # "(B) 27" equals B, and 27
-        parts = [(_read_bare(a), _read_bare(b)) for a, b in zip(*options, strict=True) if a and b]
-        return bool(parts) and all(a is not None and b is not None and _equal(a, b) for a, b in parts)
-    decided = gaps.equal_as_text(gold.text, answer.text)
+        parts = [(_read_plain(a), _read_plain(b)) for a, b in zip(*options, strict=True) if a and b]
+        return bool(parts) and all(a is not None and b is not None and _are_equal(a, b) for a, b in parts)
+    decided = fixes.equal_as_text(gold.text, answer.text)
     pairs = product(gold.expressions, answer.expressions)
     return any(_equal_values(*pair) for pair in pairs) if decided is None else decided
 
@@ -280,11 +282,11 @@ def _equal(gold: Answer, answer: Answer) -> bool:
 def _equal_values(gold: Any, value: Any) -> bool:
     settings: dict[str, Any] = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}
     try:
-        if verify(gold, value, **settings) and gaps.is_really_equal(gold, value):
+        if verify(gold, value, **settings) and fixes.is_really_equal(gold, value):
             return True
-        if gold.has(gaps.PERCENT) != value.has(gaps.PERCENT):
-            numbers = gold.subs(gaps.PERCENT, 1), value.subs(gaps.PERCENT, 1)
-            return not gaps.is_share(numbers[0]) and _equal_values(*numbers)
+        if gold.has(fixes.PERCENT) != value.has(fixes.PERCENT):
+            numbers = gold.subs(fixes.PERCENT, 1), value.subs(fixes.PERCENT, 1)
+            return not fixes.is_share(numbers[0]) and _equal_values(*numbers)
         complex_ones = [side.subs({i: I for i in side.free_symbols if i.name == "i"}) for side in (gold, value)]
         return complex_ones != [gold, value] and _equal_values(*complex_ones)
     except Exception:  # SymPy raises anything on what a model can write; such a pair is not known to be equal
@@ -292,14 +294,14 @@ def _equal_values(gold: Any, value: Any) -> bool:
         return False
 
 
-def _read_shown(text: str) -> Answer | None:
+def _read_boxed_or_marked(text: str) -> Answer | None:
     """Read the answer that a text boxes, or marks unless the mark makes a heading above an announced answer."""
     boxed = last_boxed(text)
     answer = boxed or marked_answer(text)
     if answer is None:
         return None
     is_heading = boxed is None and _WORD.search(answer) is not None
-    return (_read_announced(text) if is_heading else None) or _read_bare(answer)
+    return (_read_announced(text) if is_heading else None) or _read_plain(answer)
 
 
 def _read_announced(text: str) -> Answer | None:
@@ -333,7 +335,7 @@ def _read_announced(text: str) -> Answer | None:
     changed = _CHANGED.search(said) or _TAKEN_BACK.match(rest, stop + 1)
     if _UNSURE.search(clause + announcement[0]) or rest[stop : stop + 1] == "?" or changed or not is_one_or_list:
         return Answer((announcement[0] + rest[:stop],))
-    return _read_bare(_LETTER.sub(r"\1", value) if letter else value) if value else None
+    return _read_plain(_LETTER.sub(r"\1", value) if letter else value) if value else None
 
 
 def _is_math(match: re.Match) -> bool:
@@ -347,19 +349,19 @@ def _mask(match: re.Match) -> str:
 
 
 @lru_cache(maxsize=8192)  # completions of a group give few different answers, and reading takes most of the time
-def _read_bare(text: str) -> Answer | None:
+def _read_plain(text: str) -> Answer | None:
     text = re.sub(r"(?<![.,])[.]$", "", text.strip())
     math = _MATH.fullmatch(text)
     text = text if math is None else math[math.lastindex or 0].strip()
-    text = text if gaps.is_too_large(text) else gaps.rewrite(text)
+    text = text if fixes.is_too_large(text) else fixes.rewrite(text)
     if _braced(f"{{{text}}}") != text.strip():
         return None
-    words = gaps.as_words(text)
-    if words is not None or gaps.is_too_large(text) or _ELLIPSIS.search(text):
+    words = fixes.as_words(text)
+    if words is not None or fixes.is_too_large(text) or _ELLIPSIS.search(text):
         return Answer((words or text,))
     try:
         values = parse(f"\\boxed{{{text}}}", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
-        return Answer(tuple(gaps.with_union(text, values))) if values else None
+        return Answer(tuple(fixes.with_union(text, values))) if values else None
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from ..names import near
 from .functions import Completion, answer_texts
 from .grading import after_thinking, last_boxed
-from .limit import budget, in_main_thread, in_time
+from .timeouts import budget, in_main_thread, run_with_timeout
 
 
 logger = logging.getLogger(__name__)
@@ -81,4 +81,4 @@ def _score(text: str, entry: dict[str, Any]) -> float:
 
 @in_main_thread
 def _verified(answer: str, entry: dict[str, Any]) -> float:
-    return float(in_time(_verifier(entry["metadata"]["source_dataset"]).score_answer, answer, entry))
+    return float(run_with_timeout(_verifier(entry["metadata"]["source_dataset"]).score_answer, answer, entry))

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from .functions import Completion, Grade, answer_texts, grade
-from .grading import equal, final_part, is_blank, last_boxed, read_gold, shown_words
-from .limit import GradingTimeout, budget, in_main_thread, in_time
+from .grading import answers_equal, final_part, is_blank, last_boxed, read_gold, shown_words
+from .timeouts import GradingTimeout, budget, in_main_thread, run_with_timeout
 
 
 Labelled = Literal["gold", "none"]
@@ -73,12 +73,12 @@ def same_answer(one: str, other: str) -> bool:
 
 @in_main_thread
 def _equal_votes(one: str, other: str) -> bool:
-    return in_time(_equal_texts, one, other)
+    return run_with_timeout(_equal_texts, one, other)
 
 
 def _equal_texts(one: str, other: str) -> bool:
     a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
-    return a is not None and b is not None and (equal(a, b) or equal(b, a))
+    return a is not None and b is not None and (answers_equal(a, b) or answers_equal(b, a))
 
 
 def answer_classes(votes: Sequence[str | None], same: Callable[[str, str], bool]) -> np.ndarray:

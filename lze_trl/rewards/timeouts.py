@@ -63,7 +63,7 @@ def budget(seconds: float | None = None) -> Iterator[None]:
         _this_thread.left = before
 
 
-def in_time(function: Callable, *args: Any, seconds: float | None = None) -> Any:
+def run_with_timeout(function: Callable, *args: Any, seconds: float | None = None) -> Any:
     """
     The result of a function that may compute for `seconds`; by default, for what the limit of an answer and the budget leave.
     Raises [`GradingTimeout`] if it takes longer. Within another such call, the limit of the outer one holds.
@@ -105,7 +105,7 @@ _functions: dict[str, Callable] = {}  # what the helper process can be asked for
 
 def in_main_thread(function: Callable) -> Callable:
     """
-    A function that computes in a main thread, so that [`in_time`] limits it: in another thread, it is called in the helper process.
+    A function that computes in a main thread, so that [`run_with_timeout`] limits it: in another thread, it is called in the helper process.
     Arguments and result must be what JSON can express; tuples come back as lists.
     """
     _functions[function.__qualname__] = function
@@ -146,7 +146,7 @@ class _Helper:
         return result
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "from lze_trl.rewards.limit import serve; serve()"]
+        command = [sys.executable, "-c", "from lze_trl.rewards.timeouts import serve; serve()"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         return subprocess.Popen(command, **pipes, env=environment, text=True, encoding="utf-8", start_new_session=True)
