@@ -26,7 +26,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 @pytest.fixture
 def serve(request, monkeypatch):
-    monkeypatch.setattr("lze_trl.servers.pool._RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("lze_trl.servers.pool._FIRST_PAUSE", 0.02)
 
     def start(**kwargs):
         server = PolicyVLLM(tiny.model(), **{"lora": 8} | kwargs)
@@ -212,7 +212,7 @@ def test_a_request_for_an_older_adapter_fails(serve, accelerator, tmp_path):
     server = serve()
     generation = connect(tmp_path, accelerator, server, "adapter", {})
     generation.sync_weights()
-    (late,) = generation._groups([[5, 6]], [2], "train/0")
+    (late,) = generation._requests_of([[5, 6]], [2], "train/0")
     generation.sync_weights()
     with pytest.raises(ServerError, match=r"failed 5 times.*404: .*does not exist"):
         list(generation.pool.stream([late]))

@@ -104,7 +104,7 @@ def test_the_only_server_that_fails_everything_has_until_the_timeout(fakes):
 @pytest.fixture
 def train(tmp_path, request, monkeypatch):
     """Trains with one server, by its fault."""
-    monkeypatch.setattr("lze_trl.servers.pool._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("lze_trl.servers.pool._FIRST_PAUSE", 0.05)
 
     def run(name, always=lambda path, body: None, server=FakeVLLM, **settings):
         fake = server(vocab_size=len(tiny.tokenizer()))

@@ -299,7 +299,7 @@ def test_a_forecast_leaves_the_seeds_of_the_training(fake, tmp_path):
     trainer.state.max_steps = 9  # as after a training that was stopped
     assert len(trainer.forecast(4).sample) == 4
     assert trainer.vllm_generation.state_dict() == {"train": 0, "eval": 0}
-    assert trainer.vllm_generation._serving is None
+    assert trainer.vllm_generation._loop is None
 
 
 @pytest.mark.parametrize("name", ["sync_weights", "generate"])

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from ..fingerprint import fingerprint
 from .adapters import only_adapter
 from .client import LORA_OPTIONS, Completion, ServerMismatchError, Snapshot
-from .pool import Group, ServerPool, Serving
+from .pool import PromptRequest, RequestLoop, ServerPool
 from .sync import logprobs, probe_tokens, shared_directory, tolerance_for
 from .weights import ChangedShare, base_model, export_adapter, export_weights, untied_weights
 
@@ -69,23 +69,25 @@ class HTTPGeneration:
         self.model, self.accelerator, self.processing_class, self.args = model, accelerator, processing_class, args
         self.batches = Counter(train=0, eval=0)  # generated so far; part of the seeds
         self._syncs = 0
-        self._changes = ChangedShare()
-        self._changed = math.nan  # share of the weights that the last sync of whole weights has moved
+        self._changed_share = ChangedShare()
+        self._last_changed = math.nan  # share of the weights that the last sync of whole weights has moved
         self._base: tuple[list[int], list[float]] | None = None  # fingerprint and log-probs without the adapter
-        self._of_version: dict[str, str] = {}  # by what name requests ask for an adapter
+        self._adapter_name: dict[str, str] = {}  # by what name requests ask for an adapter
         self.before_sync: Callable[[], None] = lambda: None  # called before the servers get other weights
         # Called with the tokens of each prompt and completion, whether it is truncated, and why there is none
         self.note: Callable[[list[int], list[int], bool, str | None], None] = lambda *word: None
         self._foresight: Foresight | None = None  # of the call under way
         self._begins = False  # whether calls only begin
-        self._foresees = True  # whether the next call may be foreseen
-        self._foresees_since: float | None = None  # when the reward functions were called
+        self._may_look_ahead = True  # whether the next call may be foreseen
+        self._foresight_began: float | None = None  # when the reward functions were called
         self._surplus = 0  # rows at the end of this process's next call that are not to be completed
         # On the main process, by seed and number of completions: requests of the next call, and those foreseen for the one after it
-        self._ahead: dict[tuple[int, int], Future] = {}
-        self._foreseen: dict[tuple[int, int], Future] = {}
-        self._serving: Serving | None = None
-        self._follower: threading.Thread | None = None  # asks for what follows while the caller does something else
+        self._under_way: dict[tuple[int, int], Future] = {}
+        self._looked_ahead: dict[tuple[int, int], Future] = {}
+        self._loop: RequestLoop | None = None
+        self._lookahead_thread: threading.Thread | None = (
+            None  # asks for what follows while the caller does something else
+        )
         given = args.generation_kwargs or {}
         if reserved := [name for name in _RESERVED if name in given]:
             raise ValueError(f"`generation_kwargs` must not hold {reserved}, which the trainer sets. Leave them out.")
@@ -105,7 +107,7 @@ class HTTPGeneration:
         self.pool = ServerPool(args.vllm_server_urls, *limits)
         self._vocabulary = base_model(model).config.get_text_config().vocab_size
         found = self._on_main_process(self._connect)
-        self._probe, self._dtype, self.context_length, self._adapter, self._sends = found
+        self._probe, self._dtype, self.context_length, self._adapter, self._payload = found
         in_bfloat16 = torch.bfloat16 in (self._dtype, base_model(model).dtype) or accelerator.mixed_precision == "bf16"
         self._precision = torch.bfloat16 if in_bfloat16 else self._dtype
 
@@ -124,9 +126,9 @@ class HTTPGeneration:
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)  # with the trainer, or the program
         context_length = min(server.max_model_len for server in servers)
         probe = probe_tokens(base, self.processing_class, context_length)
-        return probe, getattr(torch, servers[0].dtype), context_length, *self._choose()
+        return probe, getattr(torch, servers[0].dtype), context_length, *self._choose_payload()
 
-    def _choose(self) -> tuple[str | None, str]:
+    def _choose_payload(self) -> tuple[str | None, str]:
         """The adapter that is sent alone, if it can be, and what is sent in words."""
         try:
             if self.args.vllm_server_kwargs["sync"] == "merged":
@@ -138,10 +140,10 @@ class HTTPGeneration:
                         f"the vLLM server {server.url} takes no adapter of rank {rank} (`--max-lora-rank`)"
                     )
         except ValueError as error:
-            return None, self._whole(str(error))
+            return None, self._whole_weights(str(error))
         return adapter, "the LoRA adapter alone"
 
-    def _whole(self, why: str) -> str:
+    def _whole_weights(self, why: str) -> str:
         """Say why whole weights are sent, or refuse it where the adapter was asked for by name."""
         if self.args.vllm_server_kwargs["sync"] == "adapter":
             raise ServerMismatchError(
@@ -168,7 +170,7 @@ class HTTPGeneration:
             why = "the weights of its base model have changed" if self._base_has_changed() else self._send()
             if why is None:
                 return
-            self._adapter, self._base, self._of_version, self._sends = None, None, {}, self._whole(why)
+            self._adapter, self._base, self._adapter_name, self._payload = None, None, {}, self._whole_weights(why)
         self._send()
 
     def _base_has_changed(self) -> bool:
@@ -187,7 +189,7 @@ class HTTPGeneration:
         model: Any = self.model
         try:
             if self._adapter is None:
-                size = export_weights(model, *where, changes=self._changes)
+                size = export_weights(model, *where, changes=self._changed_share)
             else:
                 size = export_adapter(model, self._adapter, *where)
         except Exception as error:  # perhaps on the main process alone, while the others go on
@@ -201,7 +203,7 @@ class HTTPGeneration:
             kwargs = self.args.vllm_server_kwargs
             if (tolerance := kwargs["sync_tolerance"]) is None:
                 tolerance = tolerance_for(model, self.accelerator, self.pool.servers)
-            changed, base = (1.0, self._base[1]) if self._base else (self._changes.share(self._dtype), None)
+            changed, base = (1.0, self._base[1]) if self._base else (self._changed_share.share(self._dtype), None)
             compared = self._probe, reference, tolerance, changed, base
             try:
                 self.pool.load(Snapshot(directory.name, str(directory), *compared))
@@ -209,17 +211,17 @@ class HTTPGeneration:
                 if self._adapter is None:
                     raise
                 return str(error), math.nan
-            if self._sends:
+            if self._payload:
                 unwanted = is_peft_model(model) and self._adapter is None and kwargs["sync"] is None
                 level = logging.WARNING if unwanted else logging.INFO
-                logger.log(level, "A weight sync sends %.2f MB: %s.", size / 1e6, self._sends)
-                self._sends = ""
-            return None, self._changes.share(self._precision)
+                logger.log(level, "A weight sync sends %.2f MB: %s.", size / 1e6, self._payload)
+                self._payload = ""
+            return None, self._changed_share.share(self._precision)
 
-        why, self._changed = self._on_main_process(load)
+        why, self._last_changed = self._on_main_process(load)
         if failure is not None:  # on this process alone
             raise failure
-        self._of_version = {"model": directory.name} if self._adapter else {}
+        self._adapter_name = {"model": directory.name} if self._adapter else {}
         return why
 
     def weights_changed(self) -> tuple[float, bool]:
@@ -227,7 +229,7 @@ class HTTPGeneration:
         Share of the weights that the last sync has changed in the type that they are computed with, NaN if it sent an adapter, was the
         first, or was asked for before; and whether that type is bfloat16.
         """
-        changed, self._changed = self._changed, math.nan
+        changed, self._last_changed = self._last_changed, math.nan
         return changed, self._precision == torch.bfloat16
 
     def _next_directory(self) -> Path:
@@ -236,7 +238,7 @@ class HTTPGeneration:
         ones are written, so that there is never more than one copy; of adapters two, for a request that is given up may still need its own.
         """
         for old in self._directory.iterdir():
-            if old.name != self._of_version.get("model"):
+            if old.name != self._adapter_name.get("model"):
                 shutil.rmtree(old)
         self._syncs += 1
         return self._directory / f"{self._directory.name}-{self._syncs}"
@@ -275,7 +277,7 @@ class HTTPGeneration:
         server can complete a prompt, and they have completed others, its completions are one token each and have a `failure`.
         """
         mode = "train" if self.model.training else "eval"  # an evaluation changes nothing of the training
-        groups = self._groups(prompts, counts, f"{mode}/{self.batches[mode]}")
+        groups = self._requests_of(prompts, counts, f"{mode}/{self.batches[mode]}")
         if self._begins:
             self._on_main_process(lambda: self._begin(groups))
             raise self.Begun
@@ -290,7 +292,7 @@ class HTTPGeneration:
         their requests and raise [`HTTPGeneration.Begun`]; the same call later finds them under way. The last `surplus` rows of this
         process's next call are not completed.
         """
-        self._foresight, self._begins = foresight if self._foresees else None, begins
+        self._foresight, self._begins = foresight if self._may_look_ahead else None, begins
         self._surplus = surplus
         try:
             yield
@@ -299,41 +301,41 @@ class HTTPGeneration:
 
     def give_up(self):
         """Give up what was begun, or foreseen, and is not wanted any more."""
-        serving, self._serving = self._serving, None
-        if serving is not None:
-            serving.close()
-        self._end_following()
-        self._ahead, self._foreseen = {}, {}
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.close()
+        self._join_lookahead()
+        self._under_way, self._looked_ahead = {}, {}
 
-    def _begin(self, groups: list[Group]):
+    def _begin(self, groups: list[PromptRequest]):
         self.give_up()
-        serving, results = self._asked(groups)
-        self._ahead.update(zip(map(_key, groups), results, strict=True))
-        arguments = serving, groups, results, self._foresight, self.batches["train"] + 1
-        self._follower = threading.Thread(target=self._follow, args=arguments, daemon=True)
-        self._follower.start()
+        loop, results = self._submit(groups)
+        self._under_way.update(zip(map(_key, groups), results, strict=True))
+        arguments = loop, groups, results, self._foresight, self.batches["train"] + 1
+        self._lookahead_thread = threading.Thread(target=self._collect, args=arguments, daemon=True)
+        self._lookahead_thread.start()
 
-    def _complete(self, groups: list[Group]) -> list[list[Completion]]:
-        self._end_following()
+    def _complete(self, groups: list[PromptRequest]) -> list[list[Completion]]:
+        self._join_lookahead()
         completed = False
         try:
-            serving, results = self._asked(groups)
-            self._follow(serving, groups, results, self._foresight, self.batches["train"])
-            if serving.end.done():
-                serving.end.result()
-            self._ahead, self._foreseen = self._foreseen, {}
+            loop, results = self._submit(groups)
+            self._collect(loop, groups, results, self._foresight, self.batches["train"])
+            if loop.finished.done():
+                loop.finished.result()
+            self._under_way, self._looked_ahead = self._looked_ahead, {}
             completed = True
             return [self._completions(group, result) for group, result in zip(groups, results, strict=True)]
         finally:
-            if not (completed and self._ahead):
+            if not (completed and self._under_way):
                 self.give_up()
 
-    def _end_following(self):
+    def _join_lookahead(self):
         """Wait for the thread that looks ahead. A reward function that does not let it end is stopped: nothing is foreseen any more."""
-        follower, self._follower, begin = self._follower, None, time.monotonic()
+        follower, self._lookahead_thread, begin = self._lookahead_thread, None, time.monotonic()
         while follower is not None and follower.is_alive():
             follower.join(0.1)
-            if self._foresees_since is not None and time.monotonic() - max(begin, self._foresees_since) > PATIENCE:
+            if self._foresight_began is not None and time.monotonic() - max(begin, self._foresight_began) > PATIENCE:
                 logger.warning(
                     "Groups wait for the slowest completion of each round from here on, which costs time and changes no result: a reward "
                     "has been computing for %d s in another thread. Limit its time in every thread; TRL's `accuracy_reward` and "
@@ -342,10 +344,10 @@ class HTTPGeneration:
                 )
                 stopped = ctypes.c_ulong(follower.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(stopped, ctypes.py_object(SystemExit))
-                self._foresight, self._foresees = None, False
+                self._foresight, self._may_look_ahead = None, False
                 return
 
-    def _completions(self, group: Group, result: Future) -> list[Completion]:
+    def _completions(self, group: PromptRequest, result: Future) -> list[Completion]:
         """The completions of a group, or what stands for them."""
         if (failure := result.exception()) is None:
             return result.result()
@@ -354,40 +356,40 @@ class HTTPGeneration:
             raise type(failure)(f"{failure} The prompt is {text[:80]!r}.") from failure
         return [Completion([self.processing_class.pad_token_id], [0.0], failure=str(failure))] * group.count
 
-    def _asked(self, groups: list[Group]) -> tuple[Serving, list[Future]]:
+    def _submit(self, groups: list[PromptRequest]) -> tuple[RequestLoop, list[Future]]:
         """Who works on the requests of groups, and their results, whether they are under way or not."""
-        serving = self._serving = self._serving or self.pool.serving()
-        ahead = self._ahead
-        return serving, [ahead.pop(_key(g)) if _key(g) in ahead else serving.submit(g) for g in groups]
+        loop = self._loop = self._loop or self.pool.start()
+        ahead = self._under_way
+        return loop, [ahead.pop(_key(g)) if _key(g) in ahead else loop.submit(g) for g in groups]
 
-    def _follow(
+    def _collect(
         self,
-        serving: Serving,
-        groups: list[Group],
+        loop: RequestLoop,
+        groups: list[PromptRequest],
         results: list[Future],
         foresight: Foresight | None,
         next_batch: int,
     ):
         """Wait for results, or for the end of all requests, and meanwhile ask for what the next call will ask for."""
         waiting = {result: place for place, result in enumerate(results)}
-        following = self._groups([group.prompt for group in groups], [0] * len(groups), f"train/{next_batch}")
+        following = self._requests_of([group.prompt for group in groups], [0] * len(groups), f"train/{next_batch}")
         while waiting:
-            done, _ = wait([*waiting, serving.end], return_when=FIRST_COMPLETED)
-            if serving.end in done:
+            done, _ = wait([*waiting, loop.finished], return_when=FIRST_COMPLETED)
+            if loop.finished in done:
                 return
             places = sorted(waiting.pop(result) for result in done)  # small batches, in the order of the prompts
             if foresight is None:
                 continue
             completed = [place for place in places if results[place].exception() is None]
             arrived = {place: (groups[place].prompt, results[place].result()) for place in completed}
-            self._foresees_since = time.monotonic()
+            self._foresight_began = time.monotonic()
             wanted = foresight(arrived)
-            self._foresees_since = None
+            self._foresight_began = None
             for place, count in wanted:
                 group = replace(following[place], count=count)
-                self._foreseen[_key(group)] = serving.submit(group)
+                self._looked_ahead[_key(group)] = loop.submit(group)
 
-    def _groups(self, prompts: list[list[int]], counts: list[int], batch: str) -> list[Group]:
+    def _requests_of(self, prompts: list[list[int]], counts: list[int], batch: str) -> list[PromptRequest]:
         """Requests of a call. Each has a seed that depends on the name of the batch, and on neither server nor time."""
         groups, seen = [], Counter[str]()
         for prompt, count in zip(prompts, counts, strict=True):
@@ -397,8 +399,8 @@ class HTTPGeneration:
             seed = int.from_bytes(digest[:8], "big") >> 1  # vLLM takes signed 64-bit seeds
             room = max(1, self.context_length - len(prompt))  # vLLM refuses a request for more
             own = {"seed": seed, "max_tokens": min(self._body["max_tokens"], room)}
-            body = self._body | self._of_version | own
-            groups.append(Group(prompt, count, body, self._vocabulary))
+            body = self._body | self._adapter_name | own
+            groups.append(PromptRequest(prompt, count, body, self._vocabulary))
         return groups
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
@@ -418,5 +420,5 @@ class HTTPGeneration:
         return shared[0]
 
 
-def _key(group: Group) -> tuple[int, int]:
+def _key(group: PromptRequest) -> tuple[int, int]:
     return group.body["seed"], group.count

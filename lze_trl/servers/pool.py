@@ -30,15 +30,15 @@ from .client import (
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS, _MOST_SECONDS = 1.0, 30.0  # of the first pause, and of the longest: each is twice the one before
-_MOST_FAILURES = 5  # of one request, on servers that are healthy
+_FIRST_PAUSE, _MAX_PAUSE = 1.0, 30.0  # of the first pause, and of the longest: each is twice the one before
+_MAX_FAILURES = 5  # of one request, on servers that are healthy
 
 Send = Callable[[httpx2.AsyncClient, VLLMServer], Awaitable[Any]]
 """Sends a request to a server, and returns its result."""
 
 
 @dataclass(eq=False)
-class Group:
+class PromptRequest:
     """One prompt to complete."""
 
     prompt: list[int]
@@ -59,10 +59,10 @@ class Job:
     failed_on: list[VLLMServer] = field(default_factory=list)  # once for each failure that counts
 
 
-class Serving:
+class RequestLoop:
     """
     Servers at work on requests, on a thread of its own, until it is closed: the caller may have an event loop running, or go on
-    with something else. Whoever waits for a result also waits for `end`: with the error that has ended all requests, or cancelled.
+    with something else. Whoever waits for a result also waits for `finished`: with the error that has ended all requests, or cancelled.
     """
 
     def __init__(self, serve: Callable[["asyncio.Queue[Job]"], Awaitable[None]]):
@@ -70,7 +70,7 @@ class Serving:
         self._closing = threading.Lock()  # one thread may ask for more while another closes
         self._context: AbstractContextManager[BlockingPortal] | None = start_blocking_portal()
         self._portal = self._context.__enter__()
-        self.end: Future = self._portal.start_task_soon(serve, self._jobs)
+        self.finished: Future = self._portal.start_task_soon(serve, self._jobs)
 
     def submit(self, send: Send) -> Future:
         """Send a request as soon as a server takes it; its result."""
@@ -85,7 +85,7 @@ class Serving:
         with self._closing:
             context, self._context = self._context, None
         if context is not None:
-            self.end.cancel()
+            self.finished.cancel()
             context.__exit__(None, None, None)
 
 
@@ -141,7 +141,7 @@ class ServerPool:
             _run(wait_for_all)
         except UnansweredError as error:
             raise ConnectionError(
-                f"{_problems(self.servers)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it "
+                f"{_problems_of(self.servers)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it "
                 "needs longer to start."
             ) from error
 
@@ -154,7 +154,7 @@ class ServerPool:
         compute the trainer's log-probs.
         """
         self.snapshot = snapshot
-        self._forget()
+        self._mark_unready()
         for server in self.servers:
             server.answered = 0
 
@@ -167,10 +167,10 @@ class ServerPool:
             if wrong or len(failures) == len(self.servers):
                 raise (wrong or failures)[0]
 
-        _run(partial(self._until_hopeless, prepare_all))
+        _run(partial(self._retry_until_timeout, prepare_all))
         return [server for server in self.servers if server.ready]
 
-    def _forget(self):
+    def _mark_unready(self):
         """Take no server for ready: it may have restarted since the last call, and its requests have ended."""
         self._last_seen = time.monotonic()
         for server in self.servers:
@@ -183,19 +183,19 @@ class ServerPool:
                 await server.prompt_logprobs(http, [1, 2] if self.snapshot is None else self.snapshot.probe)
                 server.failed.clear()
         except UnansweredError as error:
-            self._fail(server, error)
+            self._mark_failed(server, error)
             raise
         server.ready = True
         if server.outages < 2:  # else it has to answer a request first
-            self._back(server)
+            self._mark_back(server)
 
-    def _back(self, server: VLLMServer):
+    def _mark_back(self, server: VLLMServer):
         if server.problem is not None:
             logger.warning("The vLLM server %s is back, with the current weights.", server.url)
             server.problem = None
             self.tell("")
 
-    def _fail(self, server: VLLMServer, error: UnansweredError):
+    def _mark_failed(self, server: VLLMServer, error: UnansweredError):
         if server.problem is None:
             logger.warning(
                 "The vLLM server %s %s (%s). It takes part again once it answers and holds the current weights; without "
@@ -207,22 +207,22 @@ class ServerPool:
             server.problem = error
         server.outages += server.ready
         server.ready = False
-        if (wanted := _wanted(error)) or server.outages > 1:
+        if (wanted := _wanted_pause(error)) or server.outages > 1:
             server.rests_until = time.monotonic() + max(wanted, _pause(server.outages - 1))
         if all(other.problem is not None for other in self.servers):
-            self.tell(_problems(self.servers))
+            self.tell(_problems_of(self.servers))
 
-    async def _until_hopeless(self, attempt: Callable[..., Awaitable[None]], *args: Any):
+    async def _retry_until_timeout(self, attempt: Callable[..., Awaitable[None]], *args: Any):
         """Repeat an attempt while it raises [`UnansweredError`], until all servers were down for the recovery timeout."""
         try:
             await _retrying(lambda state: self._seconds_left() <= 0, self._seconds_left)(attempt, *args)
         except UnansweredError as error:
-            raise self._hopeless() from error
+            raise self._no_server_left() from error
 
-    def _hopeless(self) -> ConnectionError:
+    def _no_server_left(self) -> ConnectionError:
         return ConnectionError(
             f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`recovery_timeout` of `vllm_server_kwargs`). "
-            f"{_problems(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
+            f"{_problems_of(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
             "the same command again."
         )
 
@@ -236,10 +236,10 @@ class ServerPool:
 
     # ---- Requests ----
 
-    def serving(self) -> Serving:
+    def start(self) -> RequestLoop:
         """Servers at work on requests that are given to it, until it is closed."""
-        self._forget()
-        return Serving(self._serve)
+        self._mark_unready()
+        return RequestLoop(self._serve)
 
     def stream(self, requests: Sequence[Send]) -> Iterator[tuple[int, Any]]:
         """
@@ -250,9 +250,9 @@ class ServerPool:
         """
         if not requests:
             return
-        with closing(self.serving()) as serving:
-            places = {serving.submit(send): place for place, send in enumerate(requests)}
-            for result in as_completed([*places, serving.end]):
+        with closing(self.start()) as loop:
+            places = {loop.submit(send): place for place, send in enumerate(requests)}
+            for result in as_completed([*places, loop.finished]):
                 found = result.result()
                 yield places.pop(result), found
                 if not places:
@@ -278,7 +278,7 @@ class ServerPool:
             async with lock:
                 if not server.ready:
                     await asyncio.sleep(max(0.0, min(server.rests_until - time.monotonic(), self._seconds_left())))
-                    await self._until_hopeless(self._prepare, http, server)
+                    await self._retry_until_timeout(self._prepare, http, server)
             job = await jobs.get()
             if not server.ready:  # it was idle or failed in the meantime
                 jobs.put_nowait(job)
@@ -287,14 +287,14 @@ class ServerPool:
             try:
                 job.result.set_result(await job.send(http, server))
             except UnansweredError as error:
-                self._fail(server, error)
+                self._mark_failed(server, error)
                 self._send_again(job, server, error, jobs)
             except RequestRefusedError as error:
                 job.result.set_exception(error)
             else:
                 server.answered += 1
                 server.outages, server.failed = 0, set()
-                self._back(server)
+                self._mark_back(server)
             finally:
                 server.running -= 1
                 if server.running == 0:
@@ -306,9 +306,9 @@ class ServerPool:
         if not isinstance(error, BusyError) and len(server.failed) == 1:
             job.failed_on.append(server)
         elif self._seconds_left() <= 0:  # the server itself may be to blame
-            raise self._hopeless() from error
+            raise self._no_server_left() from error
         untried = [one for one in self.servers if one.problem is None and one not in job.failed_on]
-        if len(job.failed_on) >= _MOST_FAILURES and not untried:
+        if len(job.failed_on) >= _MAX_FAILURES and not untried:
             final = ServerError(f"A request failed {len(job.failed_on)} times. The last time: {error}")
             final.__cause__ = error
             job.result.set_exception(final)
@@ -319,17 +319,17 @@ class ServerPool:
 
 def _pause(attempt: int) -> float:
     """Seconds before another attempt, the first of which is number 1."""
-    return min(_RETRY_SECONDS * 2.0 ** min(attempt - 1, 10), _MOST_SECONDS)
+    return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 10), _MAX_PAUSE)
 
 
-def _wanted(error: BaseException | None) -> float:
+def _wanted_pause(error: BaseException | None) -> float:
     return error.seconds if isinstance(error, BusyError) else 0.0
 
 
 def _retrying(stop: Callable[[RetryCallState], bool], longest: Callable[[], float]) -> AsyncRetrying:
     def wait(state: RetryCallState) -> float:
         error: Any = state.outcome and state.outcome.exception()
-        return max(0.0, min(max(_wanted(error), _pause(state.attempt_number)), longest()))
+        return max(0.0, min(max(_wanted_pause(error), _pause(state.attempt_number)), longest()))
 
     return AsyncRetrying(retry=retry_if_exception_type(UnansweredError), wait=wait, stop=stop, reraise=True)
 
@@ -340,6 +340,6 @@ def _run(function: Callable[[], Awaitable[None]]):
         portal.call(function)
 
 
-def _problems(servers: list[VLLMServer]) -> str:
+def _problems_of(servers: list[VLLMServer]) -> str:
     failed = [server for server in servers if server.problem is not None]
     return " ".join(f"The vLLM server {server.url}: {server.problem}." for server in failed)
