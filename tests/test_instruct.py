@@ -127,7 +127,7 @@ def test_similarity_is_rouge_l(one, other):
 
 
 def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
-    monkeypatch.setattr("lze_trl.selfplay.overlap._CELLS", 6)
+    monkeypatch.setattr("lze_trl.selfplay.overlap._MAX_CELLS", 6)
     texts = [f"word{i} word{i + 1} word{i + 2} end" for i in range(20)]
     index = OverlapIndex(texts[:13])
     index.add(texts[13:])

@@ -1,4 +1,4 @@
-"""How a model is asked for problems, and how its answer is read: the numbered list of SeRL (arXiv 2505.20347), whose last number is open."""
+"""Asks a model for problems and reads its answer, by the numbered list of SeRL (arXiv 2505.20347) with an open last number."""
 
 import re
 from collections.abc import Sequence
