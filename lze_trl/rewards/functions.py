@@ -116,7 +116,7 @@ def accuracy_reward(
     that were read, its `log_metric` `accuracy/unscorable`: the share of completions without a score, of all whose prompt has a gold
     answer.
 
-    Known errors: units are not compared, so 5 pears are right for 5 apples, 5 cents for 5 dollars and 3 p.m. for 3 a.m.; so is the
+    Known errors: 5 pears are right for 5 apples, and a bare 5 for 5 cents: only different units of one kind are wrong. Right are the
     letter of an option whatever stands behind it, 20 for `20\%`, 52 for `52_8`, `5\approx6` for 5, `f'` for `f`, "net" for "ten",
     and a box that a later sentence takes back. Wrong, although they are right, are numbers in words, other units (60 minutes for an
     hour), what needs a positive unknown (`\sqrt{1/n}` for `1/\sqrt{n}`) and `\lor`.

@@ -120,6 +120,7 @@ class Answer:
     """An answer that was read: SymPy expressions and their text, or the text alone."""
 
     values: tuple[Any, ...]
+    units: frozenset[tuple[int, str]] = frozenset()  # kinds and names; they are not part of the values
 
     @property
     def text(self) -> str:
@@ -268,6 +269,8 @@ def answers_equal(gold: Answer, answer: Answer) -> bool:
 
 
 def _are_equal(gold: Answer, answer: Answer) -> bool:
+    if fixes.differ_in_units(gold.units, answer.units):
+        return False
     if gold.text == answer.text:
         return True
     options = fixes.split_option(gold.text), fixes.split_option(answer.text)
@@ -373,15 +376,16 @@ def _read_plain(text: str) -> Answer | None:
     text = re.sub(r"(?<![.,])[.]$", "", text.strip())
     formula = _MATH.fullmatch(text)
     text = text if formula is None else formula[formula.lastindex or 0].strip()
+    units = fixes.unit_names(text)
     text = text if fixes.is_too_large(text) else fixes.rewrite(text)
     if _braced(f"{{{text}}}") != text.strip():
         return None
     words = fixes.as_words(text)
     if words is not None or fixes.is_too_large(text) or _ELLIPSIS.search(text):
-        return Answer((words or text,))
+        return Answer((words or text,), units)
     try:
         values = parse(f"\\boxed{{{text}}}", extraction_config=_LATEX, parsing_timeout=None, raise_on_error=True)
-        return Answer(tuple(fixes.with_union(text, values))) if values else None
+        return Answer(tuple(fixes.with_union(text, values)), units) if values else None
     except Exception:  # ANTLR and SymPy raise anything on what a model can write
         logger.debug("math-verify could not read an answer.", exc_info=True)
         return None

@@ -110,6 +110,17 @@ _CLOSE_UNITS = {unit for unit in _UNITS if len(unit) > 2} | {"km", "cm", "mm", "
 _PLAIN_UNITS = re.compile(r"(?P<value>.*[\d})$])(?P<gap>\s*)(?P<unit>[a-zA-Z][a-zA-Z\s/-]*)(?:\^\{?\d\}?)?\.?\s*")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 
+# Units of one kind, and their names. A power is no other unit
+_KINDS_OF_UNITS = (
+    "$ dollar dollars usd | cent cents ¢ | € euro euros eur | £",
+    "am | pm",
+    "mm | cm centimeter centimeters | m meter meters | km kilometer kilometers | inch inches | ft foot feet | yard yards | mile miles",
+    "s sec second seconds | min minute minutes | h hr hour hours | day days | week weeks | month months | year years",
+    "mg | g gram grams | kg kilogram kilograms | ounce ounces oz | pound pounds lb lbs",
+)
+_NAMES_OF_UNITS = [(kind, names.split()) for kind, line in enumerate(_KINDS_OF_UNITS) for names in line.split("|")]
+_UNIT_OF = {name: (kind, names[0]) for kind, names in _NAMES_OF_UNITS for name in names}
+
 _OPTION = re.compile(r"(?:\(([A-J])\)|([A-J])(?:[).:](?=\s)|\)$))(?:\s+([^\s+*/^_=<>!,;&|].*))?|([A-J])")
 _FURTHER_OPTION = re.compile(
     r"(?<![\\\w])[B-HJ](?!\w)|\(A\)|(?:or|and|,|/)\s*\(?A\b|^(?:or|and|not?|maybe)\b|^-\s|^\\(?:lor|vee|[cl]?dots|\\)"
@@ -191,6 +202,18 @@ def _is_unit(text: str, longer: int = 2) -> bool:
     words = re.findall(r"[^\W\d_]+", text)
     known = [len(word) > longer or {word, word.removesuffix("s")} & _UNITS for word in words]
     return all(known) and _NO_UNIT.search(text) is None
+
+
+def unit_names(text: str) -> frozenset[tuple[int, str]]:
+    """Return kinds and names of the units in an answer as it was given."""
+    tokens = re.findall(r"[a-z]+(?:\.[a-z]\b)*|[$¢€£]", _COMMAND.sub(" ", text).lower())
+    return frozenset(_UNIT_OF[name] for name in (token.replace(".", "") for token in tokens) if name in _UNIT_OF)
+
+
+def differ_in_units(gold: frozenset[tuple[int, str]], answer: frozenset[tuple[int, str]]) -> bool:
+    """Return whether two answers name different units of a kind, as dollars and cents; one without a unit does not differ."""
+    kinds = {kind for kind, _ in gold} & {kind for kind, _ in answer}
+    return any(kind in kinds for kind, _ in gold ^ answer)
 
 
 def split_option(text: str) -> tuple[str | None, str | None]:
