@@ -101,17 +101,9 @@ class Evaluation:
         for request, output in tqdm(answers, total=len(requests), desc=task, disable=None if progress else True):
             problem = request.problem
             reward, answer = score(self.reward, problem, output.text, output.prompt_end)
-            samples[problem.id, request.sample] = Sample(
-                problem.id,
-                request.sample,
-                reward,
-                answer,
-                output.tokens,
-                output.truncated,
-                output.text,
-                problem.gold,
-                problem.prompt,
-            )
+            key = problem.id, request.sample
+            output_fields = output.tokens, output.truncated, output.text
+            samples[key] = Sample(*key, reward, answer, *output_fields, problem.gold, problem.prompt)
         return [samples[request.problem.id, request.sample] for request in requests]
 
 

@@ -223,15 +223,9 @@ class HTTPGeneration:
         if tolerance is None:
             tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
         changed = math.nan if self._adapter else self._changed_share.share(self._dtype)
-        return Snapshot(
-            directory.name,
-            str(directory),
-            self._probe,
-            reference,
-            tolerance,
-            changed=1.0 if math.isnan(changed) else changed,
-            base=self._base[1] if self._base else None,
-        )
+        changed = 1.0 if math.isnan(changed) else changed
+        base = self._base[1] if self._base else None
+        return Snapshot(directory.name, str(directory), self._probe, reference, tolerance, changed, base)
 
     def _log_payload(self, size: int):
         """Log once what a sync sends: a warning where whole weights are sent for an adapter, and the user did not ask for that."""
