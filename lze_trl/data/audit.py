@@ -6,7 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
-from ..prompt_checks import Context
+from ..prompt_checks import Context, text_of
 from ..rewards.functions import is_placeholder
 from ..rewards.grading import answers_equal, read_answer, read_gold
 from ..rewards.timeouts import GradingTimeout
@@ -42,8 +42,8 @@ def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd
         counts |= {"shared": sum(value in seen for value in ids), "none": golds.pop(None, 0)}
         placeholders = [gold for gold in golds if is_placeholder(gold)]
         unread = [gold for gold in golds if gold not in placeholders and not _can_be_scored(gold)]
-        texts = [text if isinstance(text, str) else "".join(turn["content"] for turn in text) for text in prompts]
-        lengths = np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist()
+        characters = [len(text_of(prompt)) for prompt in prompts]
+        lengths = np.percentile(characters, [0, 50, 95, 100], method="nearest").tolist()
         counts |= {
             "unread": sum(golds[gold] for gold in unread),
             "stand-in": sum(golds[gold] for gold in placeholders),

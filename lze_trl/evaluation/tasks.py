@@ -62,12 +62,6 @@ class Problem:
     gold: str | None
     columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of its row, which rewards may read
 
-    @property
-    def text(self) -> str:
-        """Return the prompt without roles."""
-        parts = [{"content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
-        return "\n".join(part["content"] or "" for part in parts)
-
 
 def find_tasks(names: Iterable[str]) -> list[Task]:
     """Return tasks by name, or by the address of a dataset, as [`~lze_trl.data.load_prompts`] takes it."""
