@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 import nodes_run
 import tiny
 from fake_vllm import Reply, http_settings
-from launches import by_accelerate, gap, on_two_cpus, run_to_end
+from launches import by_accelerate, gap, on_processes, on_two_cpus, run_to_end
 from lze_trl.record import open_run
 from lze_trl.servers.client import ServerError, ServerMismatchError
 from lze_trl.servers.generation import HTTPGeneration
@@ -94,27 +94,30 @@ def test_an_adapter_alone_trains_as_merged_weights_do(serve, tmp_path, overlap, 
     assert set(asked.groupby(["name", "prompt"])["count"].sum()) <= {1, 4, 5, 8}
 
 
-def on_two_processes(way: str, directory, server):
-    """Train an adapter on two processes, by a shipped accelerate config."""
-    settings = adapter_alone(directory) | {"per_device_train_batch_size": 12}
-    command = [*by_accelerate(directory, on_two_cpus(way)), nodes_run.__file__, directory, server.url, "4"]
-    run_to_end([*command, json.dumps(settings)], timeout=200, env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)})
+def adapter_alone(directory, url, size):
+    """Train an adapter with a server, as one process of a run."""
+    nodes_run.main(directory, url, 4, **adapter_settings(directory, size))
 
 
-def adapter_alone(directory) -> dict:
+def adapter_settings(directory, size) -> dict:
     servers = {"sync": "adapter", "sync_dir": str(directory / "sync")}
-    return {"lora": LORA, "vllm_server_kwargs": servers, "strategy": "exact", "generation_batch_size": 24}
+    settings = {"lora": LORA, "vllm_server_kwargs": servers, "strategy": "exact", "generation_batch_size": 24}
+    return settings | {"per_device_train_batch_size": size}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "zero3"])
 def test_two_processes_send_the_adapter_that_one_sends(serve, tmp_path, way):
     one, two = serve(), serve()
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    nodes_run.main(tmp_path / "one", one.url, 4, per_device_train_batch_size=24, **adapter_alone(tmp_path / "one"))
-    on_two_processes(way, tmp_path / "two", two)
-    assert gap(tmp_path / "one" / "weights.pt", tmp_path / "two" / "weights.pt") < 1e-5
+    single, directory = tmp_path / "one", tmp_path / "two"
+    adapter_alone(single, one.url, 24)
+    if way == "ddp":
+        on_processes(2, tmp_path / "log.txt", adapter_alone, directory, two.url, 12)
+    else:
+        command = [*by_accelerate(tmp_path, on_two_cpus(way)), nodes_run.__file__, directory, two.url, "4"]
+        settings = json.dumps(adapter_settings(directory, 12))
+        run_to_end([*command, settings], env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)})
+    assert gap(single / "weights.pt", directory / "weights.pt") < 1e-5
     for server in (one, two):
         assert server.requests["/collective_rpc"] == 0 and len(server.adapters) == 1
     # One process talks to the server, and sends the adapter as often as a single one does
