@@ -46,13 +46,8 @@ def train(directory, servers, sync, overlap="none", **lora):
 
     own = nodes_run.served(directory, *(server.url for server in servers))
     own["vllm_server_kwargs"] = {"sync": sync, "sync_dir": str(directory / "sync")}
-    own |= {
-        "controller_kwargs": {"control": 0.0},
-        "max_steps": 6,
-        "learning_rate": 0.05,
-        "overlap": overlap,
-        "lr_scheduler_type": "constant",
-    }
+    own |= {"controller_kwargs": {"control": 0.0}, "max_steps": 6, "learning_rate": 0.05, "overlap": overlap}
+    own["lr_scheduler_type"] = "constant"
     given = {"peft_config": LoraConfig(**LORA | lora), "eval_dataset": tiny.prompts(3)}
     trainer = tiny.make(directory / "run", reward_funcs=reward, dataset=tiny.prompts(12), trainer=given, **own)
     trainer.train()

@@ -231,11 +231,8 @@ def synced(directory, accelerator, dtype, deaf, rate, steps, peft=None, lora=0) 
     model = tiny.model()
     server = PolicyVLLM(model, dtype, deaf, lora=lora)
     model = model if peft is None else get_peft_model(model, peft)
-    own = {
-        "vllm_server_kwargs": {"sync_dir": str(directory)},
-        "max_completion_length": 5,
-        "bf16": dtype == torch.bfloat16,
-    }
+    own = {"vllm_server_kwargs": {"sync_dir": str(directory)}, "max_completion_length": 5}
+    own["bf16"] = dtype == torch.bfloat16
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate)
     try:
         generation = HTTPGeneration(model, accelerator, tiny.tokenizer(), http_settings([server.url], **own))
