@@ -175,7 +175,6 @@ class GenerationStep:
         with timed("rollout"):
             drawn = self.rounds.finish(pending, engine, wanted)
         self.ledger.visits_skipped += len(pending.plan.skipped)
-        self.ledger.rows_given_up += pending.rows_given_up
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         moved, in_bfloat16 = engine.weights_changed()
         if not np.isnan(moved):
@@ -337,7 +336,6 @@ class GenerationStep:
             "batches": self,
             **self.state.parts(),
             "guard": self.rounds.guard,
-            "comparing": self.rounds.comparing,
             "passes": self.passes.stream,
             "advice": self.advice,
             "ledger": self.ledger,
