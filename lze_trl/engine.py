@@ -34,9 +34,9 @@ from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardNotes, checked, is_plain_function
+from .rollout.group_rewards import settle, with_columns
+from .rollout.reward_checks import RewardNotes, checked, is_plain_function
 from .rollout.rounds import BALLOTS
-from .rollout.settling import settle, with_columns
 from .rollout.signals import total_rewards
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share

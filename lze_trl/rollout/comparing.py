@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from .settling import GroupReward
+from .group_rewards import GroupReward
 
 
 _CHECKS = 2  # that a function has to pass

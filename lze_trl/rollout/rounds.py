@@ -25,8 +25,8 @@ from .ahead import LookAhead
 from .comparing import Comparing
 from .controllers import Gate, RolloutController, ask, ask_more
 from .estimates import mean_over_full_batch, represented, uniform_sample
-from .payoff import GateGuard, gated
-from .settling import settle, unsettled, with_columns
+from .gate_guard import GateGuard, gated
+from .group_rewards import settle, unsettled, with_columns
 from .signals import signals, total_rewards
 
 

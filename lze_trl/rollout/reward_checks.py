@@ -16,7 +16,7 @@ from torch import nn
 
 from .answers import SURPLUS
 from .episodes import failures
-from .settling import GroupReward
+from .group_rewards import GroupReward
 
 
 logger = logging.getLogger(__name__)
