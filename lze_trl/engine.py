@@ -34,9 +34,9 @@ from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
 from .rollout.evaluated import Evaluated
-from .rollout.group_rewards import settle, with_columns
+from .rollout.group_rewards import score_groups, with_columns
 from .rollout.reward_checks import RewardNotes, checked, is_plain_function
-from .rollout.rounds import BALLOTS
+from .rollout.rounds import READINGS
 from .rollout.signals import total_rewards
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
@@ -328,7 +328,7 @@ class Engine:
         changes["reward_notes"] = RewardNotes()
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
-        trainer.answers.see([held["completion_ids"][row]], [held["prompt_ids"][row]])
+        trainer.answers.look_up([held["completion_ids"][row]], [held["prompt_ids"][row]])
         with altered(trainer, **changes) as view:
             one = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
             return view._calculate_rewards(*one).cpu().numpy()
@@ -397,7 +397,7 @@ class Engine:
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         answers = trainer.answers
-        answers.see(completion_ids, prompt_ids, surplus)
+        answers.look_up(completion_ids, prompt_ids, surplus)
         rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
@@ -413,7 +413,7 @@ class Engine:
         if "environment" in inputs[0]:
             held["environment"] = [row["environment"] for row in inputs]
         held |= {f"extra.{name}": values for name, values in noted.columns.items()}
-        held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
+        held |= {f"{READINGS}{column}": values for column, values in noted.readings.items()}
         counted = loss_mask
         if logprobs is None and watch is not None:
             logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
@@ -474,7 +474,7 @@ class Engine:
         answers.forget()
         with altered(trainer, **({} if trainer.rollout_func is None else {"rollout_func": filled})) as view:
             prompt_ids, completion_ids, mask, *others = by_trl(view, prompts)
-        answers.see(completion_ids, prompt_ids)
+        answers.look_up(completion_ids, prompt_ids)
         if trainer.use_vllm or trainer.args.generation_kwargs:
             table = [[sum(m) for m in mask] if mask else [*map(len, completion_ids)], answers.truncated]
             columns = torch.tensor(table, device=trainer.accelerator.device).T.contiguous()
@@ -486,7 +486,7 @@ class Engine:
                 metrics[f"completions/{name}_terminated_length"][-1] = getattr(ended, name)().item()
         return prompt_ids, completion_ids, answers.covered(completion_ids, mask), *others
 
-    def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
+    def score_groups_of_evaluation(self, rewards: torch.Tensor, readings: dict[int, list]) -> torch.Tensor:
         """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
         trainer, size = self._trainer, self._trainer.num_generations_eval
         if len(rewards) % size:
@@ -494,9 +494,9 @@ class Engine:
                 f"A batch of the evaluation has {len(rewards)} completions, which are no whole groups of "
                 f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
             )
-        gathered = {column: gather_object(own) for column, own in ballots.items()}
+        gathered = {column: gather_object(own) for column, own in readings.items()}
         group, votes = np.arange(len(rewards)) // size, ~rewards.isnan().all(dim=1).cpu().numpy()
-        settled, metrics = settle(trainer.group_rewards, gathered, group, votes, trainer.accelerator)
+        settled, metrics = score_groups(trainer.group_rewards, gathered, group, votes, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)

@@ -88,7 +88,7 @@ class Forecast:
             f"The training: {horizon.batches:,} generation batches of {horizon.per_batch:,} prompts, {horizon.prompts:,} different ones.",
             "Group sizes below the one that was drawn: all subsets of each group. Above it: a beta-binomial fit.",
             f"The gate: its own rule, simulated {how}."
-            if sample.settled
+            if sample.completions_known
             else "The recording lacks the rewards of single completions: nothing is said of other group sizes, and of the gate. Forecast the recipe, "
             "or call `trainer.forecast()`, to price them.",
             f"Seconds are not known: generation takes {GENERATION:.0%} of plain GRPO's time."

@@ -68,7 +68,7 @@ def gate_costs(sample: GroupSample, size: int, rng: np.random.Generator) -> tupl
     visits = horizon.batches * prompts_of_batch / horizon.prompts
     most = min(horizon.prompts, _MOST_PROMPTS, _MOST_BATCHES * per_batch / max(visits, 1.0))
     world = World(sample, count := max(int(most), per_batch), rng)
-    state, gate = PromptState(group_size=size, prune=False, expected=count), Gate(size, control=0.0)
+    state, gate = PromptState(group_size=size, prunes=False, capacity=count), Gate(size, control=0.0)
     tokens = live = 0.0
     order: list[int] = []
     batches = max(1, min(_MOST_BATCHES, round(visits * count / per_batch)))
@@ -83,10 +83,10 @@ def gate_costs(sample: GroupSample, size: int, rng: np.random.Generator) -> tupl
             continue
         first = _batch(ids, columns, begun[:, np.newaxis] & one)
         known = state.prompts(ids, first)
-        goes_on, chances = gate.draw(1, known, first, rng) > 0, np.asarray(gate.chances(1, known, first))
+        goes_on, chances = gate.draw(1, known, first, rng) > 0, np.asarray(gate.probabilities(1, known, first))
         batch = _batch(ids, columns, begun[:, np.newaxis] & (one | goes_on[:, np.newaxis]))
-        state.observe(batch.scores)
-        state.visit(batch.without_empty_groups(), np.where(goes_on, chances, 0.0)[begun])
+        state.update_range(batch.scores)
+        state.score_and_store(batch.without_empty_groups(), np.where(goes_on, chances, 0.0)[begun])
         tokens += float(batch.completion_tokens.sum())
         live += float(batch.alive.sum())
     completions = batches * per_batch * size

@@ -42,7 +42,7 @@ def prices(sample: GroupSample, rng: np.random.Generator) -> list[Price]:
     alive = resampled_means(sample.batch.alive.astype(np.float64), rng)
     live, luck = np.clip(alive * np.exp(DRIFT * drift), 1e-3, 1.0), np.exp(LUCK * rng.standard_normal(DRAWS))
     found = [_price(sample, "exact", "strategy: exact", np.ones(DRAWS), live)]
-    for group_size in (size, size // 2) if sample.settled and sample.batch.alive.any() else ():
+    for group_size in (size, size // 2) if sample.completions_known and sample.batch.alive.any() else ():
         simulated = [gate_price(sample, group_size, rng) for _ in range(_SIMULATIONS if group_size > 1 else 0)]
         if not simulated or not np.isfinite(simulated).all():
             continue

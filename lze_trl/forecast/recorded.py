@@ -69,7 +69,7 @@ def _of_run(run: Run) -> GroupSample:
     horizon = Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"])
     constant = constant_rewards(run.meta.reward_labels, rewards)
     source = f"The run `{run.name}`"
-    return GroupSample(batch, why, source, horizon, costs, constant=constant, settled=binary)
+    return GroupSample(batch, why, source, horizon, costs, constant=constant, completions_known=binary)
 
 
 def _of_logs(folder: Path, reward: str | None) -> GroupSample:

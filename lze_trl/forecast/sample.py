@@ -38,7 +38,7 @@ class GroupSample:
     costs: Costs | None = None  # `None` where they are not known
     unit: str = "tokens"  # of lengths; or characters
     constant: dict[str, float] = field(default_factory=dict)  # rewards that never differed, NaN for None
-    settled: bool = True  # whether the values of single completions are known
+    completions_known: bool = True  # whether the values of single completions are known
 
     def __post_init__(self):
         # Without a reward, nothing is passed

@@ -71,7 +71,7 @@ def dead_share(sample: GroupSample, size: int, rng: np.random.Generator) -> Inte
     own = sample.size
     if size == own:
         return mean(1.0 - sample.batch.alive, rng)
-    if not sample.settled or (size > own and not sample.binary):
+    if not sample.completions_known or (size > own and not sample.binary):
         return None
     if size > own:
         return _beyond(sample, size, rng)
@@ -101,4 +101,4 @@ def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Int
     outcomes, of = np.sort(sample.table("outcomes"), axis=1), min(of, sample.size)
     chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best
     averages = outcomes.mean(axis=1)
-    return mean(averages, rng), mean(outcomes @ chances - averages, rng) if sample.settled else None, of
+    return mean(averages, rng), mean(outcomes @ chances - averages, rng) if sample.completions_known else None, of

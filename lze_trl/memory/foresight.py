@@ -16,7 +16,7 @@ _CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 class History(Table):
     """
     What is remembered of prompts, float64 columns of shape `(P,)`: `visits`; posterior mean `pass_rates` and the completions
-    it rests on, `strength`; of the last visit the mean outcome `last`, whether it was `stopped` after one completion, and
+    it rests on, `strength`; of the last visit the mean outcome `last_mean`, whether it was `stopped` after one completion, and
     `logprob_mean`, `logprob_min`, `logprob_max` (NaN if none were reported); `streak`, see [`Prompts`]; and the `age` in
     generation batches since the last visit.
     """
@@ -27,7 +27,7 @@ def features(history: History, posterior: np.ndarray) -> np.ndarray:
     Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the posterior's log-odds. For a prompt that was
     never visited, all are 0 except the first.
     """
-    streak, rate = history.streak, history.last
+    streak, rate = history.streak, history.last_mean
     solved, hopeless = (streak > 0).astype(np.float64), (streak < 0).astype(np.float64)
     length, stopped = np.log1p(np.abs(streak)) / 2.0, history.stopped > 0
     alive = ((streak == 0) & ~stopped).astype(np.float64)
@@ -71,7 +71,7 @@ class Foresight:
             model[part], posterior[part] = self.model.forecasts(*_examples(history.take(part), sizes[part]))
         return np.where(sizes < 2, 0.0, model), np.where(sizes < 2, 0.0, posterior)
 
-    def see(
+    def fit(
         self,
         history: History,
         size: int | np.ndarray,

@@ -49,21 +49,21 @@ class PromptState:
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
     pruning_streak: int = 2
-    prune: bool = True
+    prunes: bool = True
     posterior_memory: float = 16.0  # most completions that the past of a prompt counts for, because the policy changes
     group_size: int = 8  # completions of a group whose chances are forecast
     recurring: bool = True  # whether prompts come again; nothing is remembered of those that do not
-    alone: bool = False  # whether a group goes on by its own first completion, see [`Threshold`]
+    independent_groups: bool = False  # whether a group goes on by its own first completion, see [`Threshold`]
     named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
-    expected: int = 0  # prompts to allocate memory for
-    bounds: tuple[float, float] | None = None  # of the scores, where they are known
+    capacity: int = 0  # prompts to allocate memory for
+    score_range: tuple[float, float] | None = None  # of the scores, where they are known
     unseen: Unseen | None = None  # forecasts prompts that were never visited
 
     def __post_init__(self):
-        self.range, self.foresight = RewardRange(self.bounds), Foresight()
-        self.gate = Threshold(self.group_size, self.alone)
+        self.range, self.foresight = RewardRange(self.score_range), Foresight()
+        self.threshold = Threshold(self.group_size, self.independent_groups)
         self.batches = 0  # generation batches so far
-        self._table = np.zeros(max(self.expected, 16), dtype=_RECORD)
+        self._table = np.zeros(max(self.capacity, 16), dtype=_RECORD)
         self._index = RowIndex()
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class PromptState:
 
     # ---- Write ----
 
-    def observe(self, scores: np.ndarray) -> int:
+    def update_range(self, scores: np.ndarray) -> int:
         """Enter scores of new completions into the range. Returns how many prompts were solved below a top that rises."""
         if not self.range.observe(scores):
             return 0
@@ -88,9 +88,9 @@ class PromptState:
         self["pruned"][solved] = False
         return int(solved.sum())
 
-    def visit(self, rollouts: Batch, chances: np.ndarray | None = None) -> Table:
+    def score_and_store(self, rollouts: Batch, chances: np.ndarray | None = None) -> Table:
         """
-        Score the groups of a generation batch, then remember them. Enter their scores by [`observe`] first.
+        Score the groups of a generation batch, then remember them. Enter their scores by [`update_range`] first.
 
         Energies use the moving averages from *before* the batch. Groups without a scored completion leave no trace. Where
         groups were stopped after their first completion, `chances`, shape `(P,)`, are the probabilities with which they were
@@ -100,34 +100,38 @@ class PromptState:
         before = self._records(ids)
         groups = score_groups(
             rollouts,
-            np.where(_begun(before), self._scaled(before["first_pass_rate"]), np.nan),
+            np.where(_has_completed_visit(before), self._scaled(before["first_pass_rate"]), np.nan),
             np.where(before["visits"] > 0, self._scaled(before["ema"]), np.nan),
             before["visits"].astype(np.int64),
-            before["pruned"] & self.prune,
+            before["pruned"] & self.prunes,
             self.difficulty_floor,
             self.momentum_weight,
             self.named_outcome,
         )
         scored = ~np.isnan(groups.pass_rates)
         if chances is None:
-            size, alive = first_completions(rollouts)
+            size, alive = smallest_group_aliveness(rollouts)
             self._see_unseen(ids[scored], size, alive[scored], np.ones(scored.sum()))
-            self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
+            self.foresight.fit(self.history(ids[scored]), size, alive[scored], learn=size > 1)
         else:
             complete = scored & (chances > 0)
             counts = np.divide(1.0, chances, out=np.zeros(len(ids)), where=complete)
             prompts = self.prompts(ids)
             if self.unseen is not None:  # what chance has completed is too little to learn from
-                expected = np.where(complete, rollouts.alive, self.gate.alive(prompts, rollouts))
-                begun = rollouts.prompts.begun if "begun" in rollouts.prompts else np.ones(len(ids))
+                expected = np.where(complete, rollouts.alive, self.threshold.alive(prompts, rollouts))
+                begun = (
+                    rollouts.prompts.start_probability
+                    if "start_probability" in rollouts.prompts
+                    else np.ones(len(ids))
+                )
                 self._see_unseen(ids[scored], self.group_size, expected[scored], 1.0 / begun[scored])
-            self.gate.see(prompts, rollouts, counts)
+            self.threshold.fit(prompts, rollouts, counts)
             history, sizes = self.history(ids[complete]), rollouts.sizes[complete]
-            self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
+            self.foresight.fit(history, sizes, rollouts.alive[complete], counts=counts[complete])
         scores, group = rollouts.scores, rollouts.group
         counts = np.bincount(group[~np.isnan(scores)], minlength=len(ids))
         stopped = np.zeros(len(ids), dtype=bool) if chances is None else chances == 0
-        self.remember(groups, group_mean(scores, group, len(ids)), counts, stopped)
+        self.store(groups, group_mean(scores, group, len(ids)), counts, stopped)
         return groups
 
     def _see_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
@@ -138,9 +142,9 @@ class PromptState:
         if self.unseen is not None and size > 1:
             history = self.history(ids)
             new, base = history.visits == 0, self.foresight.alive(history, size)
-            self.unseen.see(ids[new], base[new], alive[new], counts[new])
+            self.unseen.fit(ids[new], base[new], alive[new], counts[new])
 
-    def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
+    def store(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
         """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
         if not self.recurring:
             self.batches += 1
@@ -151,7 +155,7 @@ class PromptState:
         records = self._table.take(rows)
         seen = records["rollouts"].astype(np.int64)
         first = np.where(stopped, np.nan, means)
-        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], first)
+        records["first_pass_rate"] = np.where(_has_completed_visit(records), records["first_pass_rate"], first)
         # μ starts at p⁽⁰⁾, which λ·μ + (1 − λ)·p then leaves as it is
         average = np.where(groups.visits == 1, means, records["ema"].astype(np.float64))
         records["ema"] = self.ema_decay * average + (1.0 - self.ema_decay) * means
@@ -162,7 +166,7 @@ class PromptState:
         for name in _LOGPROBS:
             records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
         records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups, stopped)
-        if self.prune:
+        if self.prunes:
             # A pruned prompt that fails its re-check has no positive streak and is active again
             records["pruned"] = (streak > 0) & (records["pruned"] | (streak >= self.pruning_streak))
         self._table[rows] = records
@@ -197,7 +201,7 @@ class PromptState:
         return History(
             pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
             strength=posterior_strength(rollouts, memory),
-            last=self._scaled(record["last"]),
+            last_mean=self._scaled(record["last"]),
             age=(self.batches - record["last_batch"]).astype(np.float64),
             **{name: record[name].astype(np.float64) for name in ("visits", "streak", "stopped", *_LOGPROBS)},
         )
@@ -213,7 +217,7 @@ class PromptState:
             rollouts=record["rollouts"].astype(np.int64),
             pass_rates=history.pass_rates,
             strength=history.strength,
-            difficulty=np.where(_begun(record), difficulty, 1.0),
+            difficulty=np.where(_has_completed_visit(record), difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
             alive=alive,
             pruned=record["pruned"],
@@ -221,8 +225,8 @@ class PromptState:
         if not len(prompts):
             return prompts
         if drawn is not None and drawn.num_rows:
-            prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
-        return prompts.with_columns(alive_needed=self.gate.needed(prompts))
+            prompts = prompts.with_columns(alive_given_first=self.threshold.alive(prompts, drawn))
+        return prompts.with_columns(alive_needed=self.threshold.needed(prompts))
 
     def alive(
         self, prompt_ids: np.ndarray, history: History | None = None, rng: np.random.Generator | None = None
@@ -256,7 +260,7 @@ class PromptState:
 
     def parts(self) -> dict[str, Any]:
         """Itself and what it learns, by the name that each has in a checkpoint."""
-        known = {"prompts": self, "foresight": self.foresight.model, "gate": self.gate}
+        known = {"prompts": self, "foresight": self.foresight.model, "gate": self.threshold}
         return known if self.unseen is None else known | {"unseen": self.unseen}
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -272,11 +276,11 @@ class PromptState:
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
         for name in _COLUMNS:
             self[name][:] = state[name]
-        if not self.prune:  # the run that saved it may have pruned
+        if not self.prunes:  # the run that saved it may have pruned
             self["pruned"][:] = False
 
 
-def first_completions(rollouts: Batch) -> tuple[int, np.ndarray]:
+def smallest_group_aliveness(rollouts: Batch) -> tuple[int, np.ndarray]:
     """
     Size of the smallest group, and whether as many first completions of each group have a gradient; bool of shape `(P,)`.
 
@@ -289,7 +293,7 @@ def first_completions(rollouts: Batch) -> tuple[int, np.ndarray]:
     return size, differ(rollouts.signals[first], rollouts.group[first], rollouts.num_groups)
 
 
-def _begun(records: np.ndarray) -> np.ndarray:
+def _has_completed_visit(records: np.ndarray) -> np.ndarray:
     """Whether prompts have had a completed visit, shape `(n,)`, bool."""
     return (records["visits"] > 0) & ~np.isnan(records["first_pass_rate"])
 

@@ -21,8 +21,8 @@ class Threshold:
     RECENT = 16  # prompts by which a batch of fewer is judged as well
     WINDOW = 128  # prompts whose yield sets the threshold of the other completions
 
-    def __init__(self, group_size: int = 8, alone: bool = False):
-        self.group_size, self.alone = group_size, alone
+    def __init__(self, group_size: int = 8, independent: bool = False):
+        self.group_size, self.independent = group_size, independent
         self.model = OnlineRegression(_NUM_FEATURES)
         self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
         self._yield = np.zeros(2)  # decayed: live groups, completions
@@ -43,7 +43,7 @@ class Threshold:
         first completion, or the remaining ones once `prompts.alive_given_first` is known.
 
         Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
-        live groups, so that all groups continue while none was alive. Where each goes on by itself (`alone`), further ones are worth
+        live groups, so that all groups continue while none was alive. Where each goes on by itself (`independent`), further ones are worth
         drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
         deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
         """
@@ -56,11 +56,11 @@ class Threshold:
             return np.full(len(prompts), to_begin)
         live, completions = self._yield
         best = max(live - live**0.5, 0.0) / max(completions, 1.0)
-        if not self.alone:
+        if not self.independent:
             best = best_yield(given_first[begun], others, *recent)
         return np.where(begun, others * best, to_begin)
 
-    def see(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
+    def fit(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
         """
         Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; each group
         represents `counts` groups, 0 if it was stopped.

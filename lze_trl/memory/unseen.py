@@ -105,7 +105,7 @@ class Unseen:
         chances, _ = self.model.forecasts(offset, x)
         return chances, chances if rng is None else self.model.drawn(offset, x, rng)
 
-    def see(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray, counts: np.ndarray):
+    def fit(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray, counts: np.ndarray):
         """
         Score the forecasts of the new prompts of a batch, then learn from it: from how likely it is by now that their groups are `alive`,
         `(P,)`, 0 or 1 for a whole group. `base` is what was known of them without their numbers, and each scores as `counts` prompts.

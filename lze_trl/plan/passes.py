@@ -30,7 +30,7 @@ class Plan:
     skipped: np.ndarray = field(default_factory=_NOTHING.copy)  # ids that the planner left out since the last batch
 
 
-class NoRows:
+class EmptyRows:
     """The rows of a loader that only counts micro-steps, because ours is the order of the training set: as many, all empty."""
 
     def __init__(self, count: int):
@@ -53,7 +53,7 @@ class Passes:
     """
 
     mode: str
-    by_prompt: bool  # whether groups may differ in size
+    variable_group_size: bool  # whether groups may differ in size
     dataset: Any  # a `Dataset` with distinct prompt ids, a stream (mode "none"), or rows to which prompts are added
     planner: Planner
     state: PromptState
@@ -67,9 +67,9 @@ class Passes:
         self.group_size = args.num_generations
         self.num_groups = args.generation_batch_size // args.num_generations
         self.streamed = isinstance(self.dataset, IterableDataset)
-        self.grows = not (self.streamed or isinstance(self.dataset, Dataset))
+        self.is_growing = not (self.streamed or isinstance(self.dataset, Dataset))
         self.stream: Any = None
-        if self.grows:
+        if self.is_growing:
             self.stream = GrowingStream(self.planner, self.state, args.seed, self.dataset, args.self_play["reuse"])
             return
         if self.streamed:
@@ -91,9 +91,9 @@ class Passes:
     def missing(self) -> int:
         """Number of prompts to add to a growing training set for the next batch."""
         least = max(self.num_groups, self.args.self_play["stock"] or 0)
-        return max(0, least - len(self.stream)) if self.grows else 0
+        return max(0, least - len(self.stream)) if self.is_growing else 0
 
-    def training_begins(self) -> bool:
+    def restart(self) -> bool:
         """A training begins. Returns whether it begins with the first pass again, as TRL's sampler does."""
         again = isinstance(self.stream, (SamplerOrder, StreamedRows))
         if again:
@@ -103,15 +103,15 @@ class Passes:
     def plan(self, inputs: list[dict[str, Any]]) -> Plan:
         """Plan the next generation batch; `inputs` are this process's rows from the data loader, each prompt G times."""
         if self.mode == "refill":
-            return self.further(self.num_groups)
+            return self.plan_next(self.num_groups)
         if self.streamed:
             prompt_ids = self._prompts_of(inputs)
             self.stream.take(self.epoch, prompt_ids)
-            return Plan(self.num_groups, self.epoch, self._without_repeats(inputs, prompt_ids))
+            return Plan(self.num_groups, self.epoch, self._with_distinct_ids(inputs, prompt_ids))
         before = self.stream.pass_index
         if self.by_loader:
             pass_index, prompt_ids = self.epoch, self._prompts_of(inputs)
-            if self.mode == "none" and not self.by_prompt:
+            if self.mode == "none" and not self.variable_group_size:
                 return Plan(self.num_groups, pass_index, inputs)
             rows = self.stream.rows_of(prompt_ids)
         else:
@@ -121,18 +121,20 @@ class Passes:
         if self.mode == "skip":
             if pass_index != before:
                 self.stream.begin(pass_index)
-            processes = 1 if self.by_prompt else self.accelerator.num_processes  # rounds share any number of rows
+            processes = (
+                1 if self.variable_group_size else self.accelerator.num_processes
+            )  # rounds share any number of rows
             active = skip_plan(self.stream.keeps(self.ids_of(rows)), self.group_size, processes)
-        return self._of_rows(rows[active], pass_index, np.delete(self.ids_of(rows), active))
+        return self._plan_of_rows(rows[active], pass_index, np.delete(self.ids_of(rows), active))
 
-    def further(self, count: int, taken: np.ndarray | None = None) -> Plan:
+    def plan_next(self, count: int, taken: np.ndarray | None = None) -> Plan:
         """Plan the next `count` prompts of the stream, further ones for a batch that has the rows `taken`."""
         before, skipped = self.stream.pass_index, _NOTHING
         rows = self.stream.take(count, taken)
         passed_over = self.ids_of(self.stream.passed_over)
         if self.stream.pass_index != before:  # of those that the new pass leaves out, some may fill the batch
             skipped = np.setdiff1d(self.stream.left_out, self.ids_of(rows), assume_unique=True)
-        return self._of_rows(rows, self.stream.pass_index, np.concatenate([skipped, passed_over]))
+        return self._plan_of_rows(rows, self.stream.pass_index, np.concatenate([skipped, passed_over]))
 
     def _read(self, prompt_ids: np.ndarray) -> list[tuple[str, list[tuple[str, Any]]]]:
         """The texts of prompts, and for each the names and values of the columns that the user names."""
@@ -148,7 +150,7 @@ class Passes:
         processes = self.accelerator.num_processes
         return np.repeat(np.arange(processes), [len(share) for share in np.array_split(np.empty(count), processes)])
 
-    def local(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
+    def load_local_share(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
         """
         The dataset rows of this process, loaded: as many on every process, of whose last ones some may be surplus rows. `owner`, of shape
         `(n,)` and ascending, is the process of each row, by default even shares.
@@ -162,13 +164,13 @@ class Passes:
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
 
-    def _of_rows(self, rows: np.ndarray, pass_index: int, skipped: np.ndarray) -> Plan:
-        if self.by_prompt:
+    def _plan_of_rows(self, rows: np.ndarray, pass_index: int, skipped: np.ndarray) -> Plan:
+        if self.variable_group_size:
             return Plan(len(rows), pass_index, rows=rows, skipped=skipped)
-        inputs = self.local(np.repeat(rows, self.group_size)) if len(rows) else []
+        inputs = self.load_local_share(np.repeat(rows, self.group_size)) if len(rows) else []
         return Plan(len(rows), pass_index, inputs, skipped=skipped)
 
-    def _without_repeats(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
+    def _with_distinct_ids(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
         """Rows of a stream. A prompt that the batch repeats gets another id, since state belongs to one group."""
         apart = np.repeat(distinct_ids(prompt_ids), self.group_size)
         first = self.accelerator.process_index * len(inputs)

@@ -116,7 +116,7 @@ class GresoPlanner(Planner):
         self._first_pass = bool(state["first_pass"][0])
 
 
-def ask_rank(planner: Planner, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
+def checked_ranks(planner: Planner, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
     """`planner.rank`, checked: a number per prompt, float64 of shape `(P,)`."""
     ranks = np.asarray(planner.rank(pass_index, prompts, rng))
     if ranks.shape != (len(prompts),) or ranks.dtype.kind not in "fiu" or np.isnan(ranks).any():

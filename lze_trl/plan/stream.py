@@ -17,7 +17,7 @@ from ..memory.index import RowIndex
 from ..memory.state import PromptState
 from ..memory.threshold import needed_to_begin
 from ..seeding import keyed_rng
-from .planners import Planner, ask_rank
+from .planners import Planner, checked_ranks
 
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class PromptStream:
         """Begin a pass. Returns the rank of each row of the training set, shape `(N,)`; −inf if it is left out."""
         known = np.intersect1d(self.state["prompt_ids"], self.prompt_ids, assume_unique=True)
         rng = keyed_rng(self.seed, pass_index, self.planner.purpose)
-        answer = ask_rank(self.planner, pass_index, self.state.prompts(known), rng)
+        answer = checked_ranks(self.planner, pass_index, self.state.prompts(known), rng)
         self.pass_index, self.left_out = pass_index, known[answer == -np.inf]
         ranks = np.zeros(len(self.prompt_ids))
         ranks[self.rows_of(known)] = answer

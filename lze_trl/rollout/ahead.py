@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..batch import Batch
-from .controllers import ask
+from .controllers import requested_counts
 
 
 _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
@@ -15,7 +15,7 @@ _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
 class LookAhead:
     """
     Asks a controller that judges each group by its own completions what it will want next, as soon as these are there, so that no
-    group waits for the slowest completion of its round. The round itself is judged as ever once it has ended: what was foreseen
+    group waits for the slowest completion of its round. The round itself is scored as ever once it has ended: what was foreseen
     wrongly costs time, and changes no result.
 
     Args:
@@ -55,9 +55,9 @@ class LookAhead:
         flat = [completion for _, group in arrived.values() for completion in group]
         inputs = self.rounds.passes.load(self.rows[places])
         rewards = self.engine.scored(inputs, prompts, [completion.token_ids for completion in flat])
-        judged = self.rounds.judge(rewards, self.engine.reward_weights.cpu(), 1)
-        judged |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
-        self._columns = {name: np.append(values, judged[name]) for name, values in self._columns.items()}
+        scored = self.rounds.score(rewards, self.engine.reward_weights.cpu(), 1)
+        scored |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
+        self._columns = {name: np.append(values, scored[name]) for name, values in self._columns.items()}
         self._arrived |= set(arrived)
         # All that has been drawn, as the controller would see it if nothing else came
         range, order = copy.copy(self.rounds.state.range), np.argsort(self._columns["group"], kind="stable")
@@ -66,6 +66,6 @@ class LookAhead:
         outcomes, none = range.outcomes(columns["scores"]), np.zeros(len(order), dtype=np.int64)
         drawn = Batch.of(self.prompt_ids, outcomes=outcomes, prompt_tokens=none, completion_tokens=none, **columns)
         known, rng = self.rounds.known(self.pending, drawn), copy.deepcopy(self.rng)
-        counts = ask(self.rounds.controller, self.round, known, drawn, rng)
+        counts = requested_counts(self.rounds.controller, self.round, known, drawn, rng)
         wanted = [(place, int(counts[self.active[place]])) for place in arrived]
         return [(place, count) for place, count in wanted if count]

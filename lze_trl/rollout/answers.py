@@ -48,7 +48,7 @@ class Answers:
                 if logprobs is not None:
                     logprobs[i] = [one]
 
-    def see(self, completions: list[list[int]], prompts: list[list[int]] | None = None, surplus: int = 0):
+    def look_up(self, completions: list[list[int]], prompts: list[list[int]] | None = None, surplus: int = 0):
         """
         Look up the completions that are scored next; without their prompts, unless it has seen them with these. The last `surplus` ones
         only even out processes.

@@ -58,7 +58,7 @@ class RolloutController(ABC):
         """Number of further prompts for an update of `k` groups, asked before `draw` of every round but the first."""
         return 0
 
-    def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
+    def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         """
         For controllers that draw by chance: the probability with which this round draws completions for each group, float of
         shape `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
@@ -185,7 +185,9 @@ class Gate(RolloutController):
         if round > 1 or draws_whole(prompts):
             return 0
         # All by what is expected once this round has ended: luck in this batch changes nothing
-        completed = np.where(drawn.sizes > 0, np.nan_to_num(np.asarray(self.chances(round, prompts, drawn))), 0.0)
+        completed = np.where(
+            drawn.sizes > 0, np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn))), 0.0
+        )
         spent = drawn.num_rows + (self.group_size - 1) * completed.sum()
         each = spent / len(prompts)
         further = (self.num_prompts * self.group_size - spent) / each if each else 0.0
@@ -195,7 +197,7 @@ class Gate(RolloutController):
             further = min(further, (likely.sum() - held) / (held / len(prompts))) if held else 0.0
         return int(further)
 
-    def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
+    def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         age = round - prompts.joined  # rounds since the prompt joined the batch
         if (age > 1).all() or (round > 0 and draws_whole(prompts)):
             return None
@@ -204,11 +206,11 @@ class Gate(RolloutController):
         return np.where(age > 1, np.nan, np.where(likely, 1.0, np.maximum(share, self._control(prompts))))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
-        chances, control = self.chances(round, prompts, drawn), self._control(prompts)
+        chances, control = self.probabilities(round, prompts, drawn), self._control(prompts)
         if chances is None:
             return np.zeros(len(prompts), dtype=np.int64)
         others = np.divide(chances - control, 1.0 - control, out=np.ones(len(prompts)), where=control < 1.0)
-        drawn_on = (rng.random(len(prompts)) < others) | (prompts.lot < self.control)
+        drawn_on = (rng.random(len(prompts)) < others) | (prompts.random_draw < self.control)
         return np.where(drawn_on, self._further(round, prompts, drawn), 0)
 
     def _further(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray:
@@ -218,7 +220,7 @@ class Gate(RolloutController):
 
     def _control(self, prompts: Prompts) -> np.ndarray:
         """Probability that a prompt is drawn whole whatever is forecast, once it has been begun."""
-        return self.control / prompts.begin_chance
+        return self.control / prompts.start_probability
 
 
 def draws_whole(prompts: Prompts) -> bool:
@@ -282,7 +284,7 @@ def _checked(
     return array
 
 
-def ask(
+def requested_counts(
     controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator
 ) -> np.ndarray:
     """`controller.draw`, checked: int64 of shape `(P,)`, at least 0."""
@@ -290,7 +292,7 @@ def ask(
     return _checked(controller, "draw", answer, len(prompts), "iu", what).astype(np.int64)
 
 
-def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
+def requested_prompts(controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
     """`controller.more`, checked: an integer of at least 0."""
     count = controller.more(round, prompts, drawn, k)
     if not isinstance(count, (int, np.integer)) or count < 0:
@@ -299,7 +301,7 @@ def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn:
     return int(count)
 
 
-def ask_keep(controller: RolloutController, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
+def row_weights(controller: RolloutController, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
     """`controller.keep`, checked: float64 of shape `(B,)`, finite and at least 0."""
     answer, what = controller.keep(drawn, rng), "a bool or a finite weight of at least 0 for each row"
     return _checked(controller, "keep", answer, drawn.num_rows, "bf", what).astype(np.float64)

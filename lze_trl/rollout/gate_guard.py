@@ -39,13 +39,13 @@ class GateGuard:
         self.stopped = StoppedGroups()
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
 
-    def told(self, prompts: Prompts, lots: np.ndarray, begun: np.ndarray) -> Prompts:
+    def with_guard_columns(self, prompts: Prompts, random_draws: np.ndarray, begun: np.ndarray) -> Prompts:
         """What a gate goes by: its prompts, with a random number and the probability of having been `begun` (0: it was not) of each."""
-        columns = {"lot": lots, "begin_chance": np.where(begun > 0, begun, 1.0)}
+        columns = {"random_draw": random_draws, "start_probability": np.where(begun > 0, begun, 1.0)}
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
         return prompts.with_columns(alive_needed=needed, **columns)
 
-    def see(self, drawn: Batch, seen: np.ndarray, begun: np.ndarray, whole: np.ndarray, size: int):
+    def update(self, drawn: Batch, seen: np.ndarray, begun: np.ndarray, whole: np.ndarray, size: int):
         """
         Enter a batch. All of shape `(P,)`: the probability with which a whole group was `seen`, 0 if it was not; whether the gate has
         `begun` a prompt, and drawn the `whole` group of `size` completions, or the probability that it would have.
@@ -109,21 +109,21 @@ class GateGuard:
         self.draws_whole = self.on and bool(state["whole"][0])
 
 
-def gated(
+def guard_evidence(
     gate: Gate, state: PromptState, drawn: Batch, begun: np.ndarray, finished: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    What [`GateGuard.see`] is told of each prompt. `begun` and `finished`, shape `(P,)`, are the probabilities with which prompts were begun and
+    What [`GateGuard.update`] is told of each prompt. `begun` and `finished`, shape `(P,)`, are the probabilities with which prompts were begun and
     groups completed, 0 where they were not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
     """
     if finished is not None:
         return begun * finished, (drawn.sizes > 0).astype(np.float64), (finished > 0).astype(np.float64)
     prompts = state.prompts(drawn.prompt_ids)
-    begins = np.asarray(gate.chances(0, prompts, drawn))
+    begins = np.asarray(gate.probabilities(0, prompts, drawn))
     rows = drawn.first_rows
     first = drawn.take(rows[begins[drawn.group[rows]] == 1.0])
-    prompts = state.prompts(drawn.prompt_ids, first).with_columns(begin_chance=begins)
-    return np.ones(len(begins)), begins, begins * np.asarray(gate.chances(1, prompts, first))
+    prompts = state.prompts(drawn.prompt_ids, first).with_columns(start_probability=begins)
+    return np.ones(len(begins)), begins, begins * np.asarray(gate.probabilities(1, prompts, first))
 
 
 def _tokens(drawn: Batch) -> np.ndarray:

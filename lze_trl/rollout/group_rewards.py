@@ -2,7 +2,7 @@
 Rewards of whole groups: read where the completions are, and settled once all of a group are known.
 
 TRL calls a reward function with the rows of one process. Groups straddle processes, and a controller adds rows to them in later
-rounds; so TRL gets a placeholder, ballots are gathered, and one process judges each group: what takes too long for one does not
+rounds; so TRL gets a placeholder, readings are gathered, and one process judges each group: what takes too long for one does not
 make two disagree.
 """
 
@@ -23,7 +23,7 @@ _NO_COLUMNS = ("trainer_state", "log_metric", "environments")
 """Arguments of reward functions that are no columns of the data set."""
 
 
-class Judged(Protocol):
+class GroupResult(Protocol):
     """
     What a group reward says of a group: the rewards of its completions, and what is logged. If it is a label, also the `winner`,
     its answer.
@@ -44,7 +44,7 @@ class GroupReward(Protocol):
     def read(self, completions: list[Any], truncated: list[bool], **columns: Any) -> list[Any]:
         """Ballots of completions of this process, whichever groups they belong to: small objects that can be pickled."""
 
-    def settle(self, ballots: Sequence[Any], final: bool = True) -> Judged:
+    def score_group(self, readings: Sequence[Any], final: bool = True) -> GroupResult:
         """Judge one whole group; unless it is `final`, completions may still be added."""
 
 
@@ -53,7 +53,7 @@ def reader(
 ) -> Callable:
     """
     A reward function for TRL to call in place of a group reward, whose column is overwritten once groups are settled: it hands
-    the ballots to `notes`. `truncated` says which of the completions are.
+    the readings to `notes`. `truncated` says which of the completions are.
     """
 
     def unsettled(
@@ -73,19 +73,19 @@ def _name(reward: Any) -> str:
 
 
 def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
-    """`reward.read`, checked: one ballot for each completion."""
-    ballots, count = list(reward.read(**columns)), len(columns["completions"])
-    if len(ballots) != count:
+    """`reward.read`, checked: one reading for each completion."""
+    readings, count = list(reward.read(**columns)), len(columns["completions"])
+    if len(readings) != count:
         raise ValueError(
-            f"`{_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
+            f"`{_name(reward)}.read` returned {len(readings)} readings for {count} completions. Return a list with "
             "one for each."
         )
-    return ballots
+    return readings
 
 
-def settle(
+def score_groups(
     rewards: Mapping[int, GroupReward],
-    ballots: Mapping[int, list[Any]],
+    readings: Mapping[int, list[Any]],
     group: np.ndarray,
     votes: np.ndarray,
     accelerator: Accelerator,
@@ -94,7 +94,7 @@ def settle(
     """
     Judge groups; process g mod W judges group g. Every process gets the same answer.
 
-    `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` and `votes`,
+    `rewards` and `readings`, those of all B rows of all processes, go by the column of the reward function; `group` and `votes`,
     which is false for a completion whose episode has failed, have shape `(B,)`. Returns the rewards of each column, of shape
     `(B,)` and NaN for `None`; and metrics as means over the groups, with `concentration`, the share of the groups whose winner is
     the commonest one.
@@ -105,7 +105,7 @@ def settle(
     rows = {g: voters[own] for g, own in pd.Series(voters).groupby(group[voters]).indices.items()}
     for column, reward in rewards.items():
         mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
-        own = [(g, _ask(reward, [ballots[column][i] for i in rows[g]], final)) for g in mine]
+        own = [(g, _ask(reward, [readings[column][i] for i in rows[g]], final)) for g in mine]
         verdicts = dict(gather_object(own))
         columns[column] = np.full(len(group), np.nan)
         for g, verdict in verdicts.items():
@@ -119,17 +119,17 @@ def settle(
     return columns, metrics
 
 
-def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:
-    """`reward.settle`, checked: a finite number or `None` for each ballot."""
-    verdict, name = reward.settle(ballots, final=final), _name(reward)
-    if len(verdict.rewards) != len(ballots):
+def _ask(reward: GroupReward, readings: list[Any], final: bool) -> GroupResult:
+    """`reward.settle`, checked: a finite number or `None` for each reading."""
+    verdict, name = reward.score_group(readings, final=final), _name(reward)
+    if len(verdict.rewards) != len(readings):
         raise ValueError(
-            f"`{name}.settle` returned {len(verdict.rewards)} rewards for a group of {len(ballots)} completions. Return one for "
+            f"`{name}.score_group` returned {len(verdict.rewards)} rewards for a group of {len(readings)} completions. Return one for "
             "each, or None in its place where the reward does not apply."
         )
     wrong = [value for value in verdict.rewards if value is not None and not math.isfinite(value)]
     if wrong:
-        raise ValueError(f"`{name}.settle` returned the reward {wrong[0]}. Return finite numbers, or None.")
+        raise ValueError(f"`{name}.score_group` returned the reward {wrong[0]}. Return finite numbers, or None.")
     return verdict
 
 

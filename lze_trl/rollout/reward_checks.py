@@ -27,18 +27,18 @@ class RewardError(ValueError):
 
 
 class RewardNotes:
-    """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, ballots."""
+    """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, readings."""
 
     def __init__(self):
         # Of the latest round: columns by name, of two functions with one name the last one's
         self.columns: dict[str, list] = {}
-        self.ballots: dict[int, list] = {}  # by the column of a group reward
+        self.readings: dict[int, list] = {}  # by the column of a group reward
         self.num_rows = 0  # completions of the round
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def begin_round(self, num_rows: int):
         """So many completions are about to be made and scored: as often, the metrics of the round count in the mean over rounds."""
-        self.columns, self.ballots, self.num_rows = {}, {}, num_rows
+        self.columns, self.readings, self.num_rows = {}, {}, num_rows
 
     def column(self, name: str, values: Iterable):
         """TRL's `log_extra`."""

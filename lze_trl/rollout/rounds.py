@@ -23,10 +23,10 @@ from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .comparing import Comparing
-from .controllers import Gate, RolloutController, ask, ask_more
+from .controllers import Gate, RolloutController, requested_counts, requested_prompts
 from .estimates import mean_over_full_batch, represented, uniform_sample
-from .gate_guard import GateGuard, gated
-from .group_rewards import settle, unsettled, with_columns
+from .gate_guard import GateGuard, guard_evidence
+from .group_rewards import score_groups, unsettled, with_columns
 from .signals import signals, total_rewards
 
 
@@ -40,7 +40,7 @@ WHOLE_GROUPS = (
     "the score of a completion depends on that completion alone, and perhaps on chance, set `compares_completions = False`."
 )
 
-BALLOTS = "ballots."
+READINGS = "readings."
 """Held columns with what group rewards have read of each completion, by the column of the reward function."""
 
 
@@ -60,14 +60,14 @@ class Pending:
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     evened_out: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))  # surplus completions, tokens
     # Prompt columns. `joined`: round in which the prompt was first planned; `given`: completions in round 0; `first`: in the prompt's own
-    # first round; `begun` and `finished`: chances, see `RolloutController.chances`, of that round and of a later one
+    # first round; `begun` and `finished`: chances, see `RolloutController.probabilities`, of that round and of a later one
     joined: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     given: np.ndarray | None = None
     first: np.ndarray | None = None
     begun: np.ndarray | None = None
     finished: np.ndarray | None = None
 
-    def ask(self, counts: np.ndarray, chances: np.ndarray | None):
+    def record_request(self, counts: np.ndarray, chances: np.ndarray | None):
         """Note what a round asks for, and with which chances."""
         if chances is not None:
             new, decided = self.joined == self.round, ~np.isnan(chances)
@@ -104,8 +104,8 @@ class Rounds:
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         pending = Pending(plan, generation, rng, step=engine.optimizer_step)
         pending.joined = np.zeros(plan.num_prompts, dtype=np.int64)
-        if self.passes.by_prompt:
-            self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
+        if self.passes.variable_group_size:
+            self._request_round(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
             pending.owner = self.passes.owners(int(pending.counts.sum()))
@@ -125,27 +125,27 @@ class Rounds:
                     f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch."
                 )
             parts.append(self._collect(pending, engine))
-            if not self.passes.by_prompt:
-                return self._settled(parts[0], engine)
+            if not self.passes.variable_group_size:
+                return self._with_group_rewards(parts[0], engine)
             drawn = self._joined(parts, pending.plan, engine, final=False)
             pending.round += 1
             if self.controller.draws_prompts:
                 pending.plan = self._extended(pending, drawn, wanted)
                 drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
-            self._ask(pending, drawn, engine)
+            self._request_round(pending, drawn, engine)
         engine.rounds_ended()
         if not parts:
             return None
         engine.forget_rounds(len(parts) - 1)  # metrics are those of the first one, as of uniform sampling
         return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
 
-    def _ask(self, pending: Pending, drawn: Batch, engine: Any):
+    def _request_round(self, pending: Pending, drawn: Batch, engine: Any):
         """Ask for the completions that the controller wants next, if any."""
         prompts = self.known(pending, drawn)
-        counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
-        chances = self.controller.chances(pending.round, prompts, drawn)
+        counts = requested_counts(self.controller, pending.round, prompts, drawn, pending.rng)
+        chances = self.controller.probabilities(pending.round, prompts, drawn)
         chances = None if chances is None else np.where((counts > 0) | np.isnan(chances), chances, 0.0)
-        pending.ask(counts, chances)
+        pending.record_request(counts, chances)
         pending.in_parts = self._splits_groups(counts, drawn)
         if pending.in_parts and self.comparing.columns:
             raise self._needs_whole_groups(self.comparing.columns, "is marked as comparing completions", engine)
@@ -153,7 +153,7 @@ class Rounds:
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
             pending.owner = owner = self._owners(counts)
-            inputs, at_once, asked = self.passes.local(rows, owner), unit, None
+            inputs, at_once, asked = self.passes.load_local_share(rows, owner), unit, None
             if len(rows) != len(inputs) * self.accelerator.num_processes:
                 asked = owner * len(inputs) + places(owner)
                 at_once = unit if engine.over_http else 1  # TRL's engines would take surplus rows for those of a group
@@ -212,13 +212,13 @@ class Rounds:
         """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
         count = drawn.num_groups
         begun = np.ones(count) if pending.begun is None else _padded(pending.begun, count, 1.0)
-        lots = keyed_rng(self.args.seed, pending.generation, "control").random(count)
+        random_draws = keyed_rng(self.args.seed, pending.generation, "control").random(count)
         known = self.state.prompts(drawn.prompt_ids, drawn).with_columns(joined=pending.joined)
-        return self.guard.told(known, lots, begun)
+        return self.guard.with_guard_columns(known, random_draws, begun)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch:
         """
-        The completions of a round, judged and known to all processes. Their scores enter the range of the run, unless they are still to
+        The completions of a round, scored and known to all processes. Their scores enter the range of the run, unless they are still to
         be settled.
         """
         is_checked = pending.in_parts and bool(self.comparing.unknown)
@@ -235,16 +235,16 @@ class Rounds:
         per_func = rewards_per_func.cpu().numpy()
         if is_checked:
             self._check_alone(pending, held, per_func, engine)
-        if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
-            judged = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
+        if any(name.startswith(READINGS) for name in held):  # nothing is known before groups are settled
+            scored = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
         else:
-            judged = self.judge(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
-            self._observe(judged["scores"])
+            scored = self.score(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
+            self._observe(scored["scores"])
         batch = Batch.of(
             prompts_of_groups(columns.pop(ID_COLUMN), group, len(pending.counts)),
             group,
-            self.state.range.outcomes(judged["scores"]),
-            **judged,
+            self.state.range.outcomes(scored["scores"]),
+            **scored,
             **columns,
             rewards_per_func=per_func,
             owner=pending.owner,
@@ -255,35 +255,39 @@ class Rounds:
     def _joined(self, parts: list[Batch], plan: Plan, engine: Any, final: bool) -> Batch:
         """The rounds of a batch as one. A later round may have changed the range that outcomes are scaled from."""
         batch = Batch.join(parts, Table(prompt_ids=self.passes.ids_of(plan.rows)))
-        return self._settled(batch.with_rows(outcomes=self.state.range.outcomes(batch.scores)), engine, final)
+        return self._with_group_rewards(
+            batch.with_rows(outcomes=self.state.range.outcomes(batch.scores)), engine, final
+        )
 
-    def _settled(self, batch: Batch, engine: Any, final: bool = True) -> Batch:
+    def _with_group_rewards(self, batch: Batch, engine: Any, final: bool = True) -> Batch:
         """
         A batch with the rewards of its whole groups, if there are such rewards. Unless it is `final`, the range of scores stays as
         it was; and a controller that may still add completions to a group sees as signals what the votes would be worth if
         they were enough.
         """
         columns = {
-            int(name.removeprefix(BALLOTS)): values for name, values in batch.held.items() if name.startswith(BALLOTS)
+            int(name.removeprefix(READINGS)): values
+            for name, values in batch.held.items()
+            if name.startswith(READINGS)
         }
         if not columns:
             return batch
-        ballots = {column: batch.gathered(values) for column, values in columns.items()}
+        readings = {column: batch.gathered(values) for column, values in columns.items()}
         rewards, weights, group = engine.group_rewards, engine.reward_weights.cpu(), batch.group
         votes = batch.failed == 0 if "failed" in batch.rows else np.ones(len(group), dtype=bool)
-        settled, metrics = settle(rewards, ballots, group, votes, self.accelerator)
+        settled, metrics = score_groups(rewards, readings, group, votes, self.accelerator)
         per_func = with_columns(torch.from_numpy(batch.rewards_per_func), settled)
-        judged = self.judge(per_func, weights, self.args.num_generations, list(rewards))
+        scored = self.score(per_func, weights, self.args.num_generations, list(rewards))
         if final:
-            self._observe(judged["scores"])
-            outcomes = self.state.range.outcomes(judged["scores"])
+            self._observe(scored["scores"])
+            outcomes = self.state.range.outcomes(scored["scores"])
         else:
             seen = copy.copy(self.state.range)
-            seen.observe(judged["scores"])
-            outcomes = seen.outcomes(judged["scores"])
-        batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **judged)
+            seen.observe(scored["scores"])
+            outcomes = seen.outcomes(scored["scores"])
+        batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **scored)
         if not (final or self.controller.draws_prompts):
-            settled, _ = settle(rewards, ballots, group, votes, self.accelerator, final=False)
+            settled, _ = score_groups(rewards, readings, group, votes, self.accelerator, final=False)
             counted = with_columns(per_func, settled)
             totals = total_rewards(counted, weights)
             totals[unsettled(counted, weights, list(rewards))] = torch.nan
@@ -292,7 +296,7 @@ class Rounds:
             return batch
         for name, value in metrics.items():
             engine.metrics[name].append(value)
-        batch.held = {name: values for name, values in batch.held.items() if not name.startswith(BALLOTS)}
+        batch.held = {name: values for name, values in batch.held.items() if not name.startswith(READINGS)}
         return batch
 
     def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
@@ -307,8 +311,8 @@ class Rounds:
         )
         chances = begun if finished is None else finished
         if isinstance(self.controller, Gate) and begun is not None:
-            seen = gated(self.controller, self.state, batch, begun, finished)
-            self.guard.see(batch, *seen, self.controller.group_size)
+            seen = guard_evidence(self.controller, self.state, batch, begun, finished)
+            self.guard.update(batch, *seen, self.controller.group_size)
         none = batch.prompt_ids[first == 0]
         live = None
         if finished is not None:
@@ -319,7 +323,9 @@ class Rounds:
         weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
         has_rows = first > 0
         if chances is not None:
-            batch = batch.with_prompts(chances=chances, begun=np.ones(count) if begun is None else begun)
+            batch = batch.with_prompts(
+                completion_probability=chances, start_probability=np.ones(count) if begun is None else begun
+            )
         batch = batch.without_empty_groups()
         first, weights = first[has_rows], weights[has_rows]
         mean = mean_over_full_batch(batch.loss_tokens, batch.group, first, weights)
@@ -332,10 +338,10 @@ class Rounds:
 
     def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
         plan = pending.plan
-        further = ask_more(self.controller, pending.round, self.known(pending, drawn), drawn, wanted)
+        further = requested_prompts(self.controller, pending.round, self.known(pending, drawn), drawn, wanted)
         if further == 0:
             return plan
-        more = self.passes.further(further, plan.rows)
+        more = self.passes.plan_next(further, plan.rows)
         pending.joined = _padded(pending.joined, len(plan.rows) + len(more.rows), pending.round)
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
         return replace(plan, rows=rows, skipped=skipped)
@@ -346,7 +352,7 @@ class Rounds:
             return self.passes.owners(int(counts.sum()))
         return np.repeat(self.passes.owners(int(np.count_nonzero(counts))), counts[counts > 0])
 
-    def judge(
+    def score(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()
     ) -> dict[str, np.ndarray]:
         """
@@ -364,7 +370,7 @@ class Rounds:
         return {"scores": scores, "rewards": total, "signals": scores if self.args.alive == "outcome" else signal}
 
     def _observe(self, scores: np.ndarray):
-        if no_longer_solved := self.state.observe(scores):
+        if no_longer_solved := self.state.update_range(scores):
             logger.warning(
                 "A total reward of %s is above the range of the latest ones, so %d prompts that counted as solved do not any more. "
                 "Set `reward_range` if the range of your rewards is known.",
