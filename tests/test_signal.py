@@ -177,7 +177,7 @@ def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
     assert before > 3
     trainer.state.global_step = 6
     scores = trainer.generation_step.rounds.score(torch.tensor([[2.0], [1.0]]).repeat(6, 1), trainer.reward_weights, 4)
-    trainer.generation_step.rounds._observe(scores["scores"])
+    trainer.generation_step.rounds._update_range(scores["scores"])
     assert trainer.prompt_state["pruned"].sum() == 0
     assert f"so {len(trainer.prompt_state)} prompts that counted as solved do not any more" in caplog.text
 

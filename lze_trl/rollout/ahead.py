@@ -65,7 +65,7 @@ class LookAhead:
         range.observe(columns["scores"])
         outcomes, none = range.outcomes(columns["scores"]), np.zeros(len(order), dtype=np.int64)
         drawn = Batch.of(self.prompt_ids, outcomes=outcomes, prompt_tokens=none, completion_tokens=none, **columns)
-        known, rng = self.rounds.known(self.pending, drawn), copy.deepcopy(self.rng)
+        known, rng = self.rounds.known_prompts(self.pending, drawn), copy.deepcopy(self.rng)
         counts = requested_counts(self.rounds.controller, self.round, known, drawn, rng)
         wanted = [(place, int(counts[self.active[place]])) for place in arrived]
         return [(place, count) for place, count in wanted if count]
