@@ -70,17 +70,20 @@ class PromptState:
         return len(self._index)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """View of one column over the visited prompts, shape `(len(self),)`."""
+        """Return a view of one column over the visited prompts, shape `(len(self),)`."""
         return self._table[name][: len(self)]
 
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Row of each prompt, shape `(n,)`; −1 if it was never visited."""
+        """Find the row of each prompt, shape `(n,)`; −1 if it was never visited."""
         return self._index.find(prompt_ids)
 
     # ---- Write ----
 
     def update_range(self, scores: np.ndarray) -> int:
-        """Enter scores of new completions into the range. Returns how many prompts were solved below a top that rises."""
+        """
+        Enter scores of new completions into the range of scores. Returns how many prompts lost their solved status because a higher
+        reward was seen.
+        """
         if not self.range.observe(scores):
             return 0
         solved = self["streak"] > 0
@@ -88,17 +91,31 @@ class PromptState:
         self["pruned"][solved] = False
         return int(solved.sum())
 
-    def score_and_store(self, rollouts: Batch, chances: np.ndarray | None = None) -> Table:
+    def score_and_store(self, rollouts: Batch, completion_probability: np.ndarray | None = None) -> Table:
         """
-        Score the groups of a generation batch, then remember them. Enter their scores by [`update_range`] first.
+        Score the groups of a generation batch, let the forecasts learn from them, and store them. Enter their scores by [`update_range`]
+        first.
 
-        Energies use the moving averages from *before* the batch. Groups without a scored completion leave no trace. Where
-        groups were stopped after their first completion, `chances`, shape `(P,)`, are the probabilities with which they were
+        Energies use the moving averages from *before* the batch. Groups without a scored completion are not stored. Where groups
+        were stopped after their first completion, `completion_probability`, shape `(P,)`, is the probability with which each was
         completed, 0 for the stopped ones.
         """
-        ids = rollouts.prompt_ids
-        before = self._records(ids)
-        groups = score_groups(
+        groups = self._score(rollouts)
+        if completion_probability is None:
+            self._learn_from_whole_groups(groups, rollouts)
+            stopped = np.zeros(len(groups), dtype=bool)
+        else:
+            self._learn_from_gated_groups(groups, rollouts, completion_probability)
+            stopped = completion_probability == 0
+        scores, group = rollouts.scores, rollouts.group
+        num_scored = np.bincount(group[~np.isnan(scores)], minlength=len(groups))
+        self.store(groups, group_mean(scores, group, len(groups)), num_scored, stopped)
+        return groups
+
+    def _score(self, rollouts: Batch) -> Table:
+        """Score groups by what is stored of their prompts."""
+        before = self._records(rollouts.prompt_ids)
+        return score_groups(
             rollouts,
             np.where(_has_completed_visit(before), self._scaled(before["first_pass_rate"]), np.nan),
             np.where(before["visits"] > 0, self._scaled(before["ema"]), np.nan),
@@ -108,60 +125,60 @@ class PromptState:
             self.momentum_weight,
             self.named_outcome,
         )
-        scored = ~np.isnan(groups.pass_rates)
-        if chances is None:
-            size, alive = smallest_group_aliveness(rollouts)
-            self._see_unseen(ids[scored], size, alive[scored], np.ones(scored.sum()))
-            self.foresight.fit(self.history(ids[scored]), size, alive[scored], learn=size > 1)
-        else:
-            complete = scored & (chances > 0)
-            counts = np.divide(1.0, chances, out=np.zeros(len(ids)), where=complete)
-            prompts = self.prompts(ids)
-            if self.unseen is not None:  # what chance has completed is too little to learn from
-                expected = np.where(complete, rollouts.alive, self.threshold.alive(prompts, rollouts))
-                begun = (
-                    rollouts.prompts.start_probability
-                    if "start_probability" in rollouts.prompts
-                    else np.ones(len(ids))
-                )
-                self._see_unseen(ids[scored], self.group_size, expected[scored], 1.0 / begun[scored])
-            self.threshold.fit(prompts, rollouts, counts)
-            history, sizes = self.history(ids[complete]), rollouts.sizes[complete]
-            self.foresight.fit(history, sizes, rollouts.alive[complete], counts=counts[complete])
-        scores, group = rollouts.scores, rollouts.group
-        counts = np.bincount(group[~np.isnan(scores)], minlength=len(ids))
-        stopped = np.zeros(len(ids), dtype=bool) if chances is None else chances == 0
-        self.store(groups, group_mean(scores, group, len(ids)), counts, stopped)
-        return groups
 
-    def _see_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
+    def _learn_from_whole_groups(self, groups: Table, rollouts: Batch):
+        """Let the forecasts learn from a batch in which chance has left nothing out."""
+        scored = ~np.isnan(groups.pass_rates)
+        ids = groups.prompt_ids[scored]
+        size, alive = smallest_group_aliveness(rollouts)
+        self._fit_unseen(ids, size, alive[scored], np.ones(len(ids)))
+        self.foresight.fit(self.history(ids), size, alive[scored], learn=size > 1)
+
+    def _learn_from_gated_groups(self, groups: Table, rollouts: Batch, completion_probability: np.ndarray):
+        """Let the forecasts learn from groups that were completed; one that chance has completed represents 1 / probability groups."""
+        scored = ~np.isnan(groups.pass_rates)
+        complete = scored & (completion_probability > 0)
+        represents = np.divide(1.0, completion_probability, out=np.zeros(len(groups)), where=complete)
+        prompts = self.prompts(groups.prompt_ids)
+        if self.unseen is not None:  # what chance has completed is too little to learn from
+            alive = np.where(complete, rollouts.alive, self.threshold.alive(prompts, rollouts))
+            start = np.ones(len(groups))
+            if "start_probability" in rollouts.prompts:
+                start = rollouts.prompts.start_probability
+            self._fit_unseen(groups.prompt_ids[scored], self.group_size, alive[scored], 1.0 / start[scored])
+        self.threshold.fit(prompts, rollouts, represents)
+        history, sizes = self.history(groups.prompt_ids[complete]), rollouts.sizes[complete]
+        self.foresight.fit(history, sizes, rollouts.alive[complete], counts=represents[complete])
+
+    def _fit_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
         """
-        Show the forecasts of new prompts how likely it is by now that their groups of `size` completions are alive. Each prompt represents
-        `counts` prompts that might have been begun. Both of shape `(P,)`.
+        Let the forecasts of new prompts learn from the probability by now that groups of `size` completions are alive. Each prompt
+        represents `counts` prompts that might have been started. Both of shape `(P,)`.
         """
         if self.unseen is not None and size > 1:
             history = self.history(ids)
             new, base = history.visits == 0, self.foresight.alive(history, size)
             self.unseen.fit(ids[new], base[new], alive[new], counts[new])
 
-    def store(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
-        """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
+    def store(self, groups: Table, means: np.ndarray, num_scored: np.ndarray, stopped: np.ndarray):
+        """Store scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
         if not self.recurring:
             self.batches += 1
             return
-        scored = np.flatnonzero(counts > 0)
-        groups, means, counts, stopped = groups.take(scored), means[scored], counts[scored], stopped[scored]
+        scored = np.flatnonzero(num_scored > 0)
+        groups, means, num_scored, stopped = groups.take(scored), means[scored], num_scored[scored], stopped[scored]
         rows = self._insert(groups.prompt_ids)
         records = self._table.take(rows)
-        seen = records["rollouts"].astype(np.int64)
-        first = np.where(stopped, np.nan, means)
-        records["first_pass_rate"] = np.where(_has_completed_visit(records), records["first_pass_rate"], first)
+        earlier_rollouts = records["rollouts"].astype(np.int64)
+        first_rate = np.where(stopped, np.nan, means)
+        records["first_pass_rate"] = np.where(_has_completed_visit(records), records["first_pass_rate"], first_rate)
         # μ starts at p⁽⁰⁾, which λ·μ + (1 − λ)·p then leaves as it is
         average = np.where(groups.visits == 1, means, records["ema"].astype(np.float64))
         records["ema"] = self.ema_decay * average + (1.0 - self.ema_decay) * means
         records["energy"], records["visits"] = groups.energies, groups.visits
-        records["expected"] = remembered_mean(records["expected"], seen, means, counts, self.posterior_memory)
-        records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
+        remembered = remembered_mean(records["expected"], earlier_rollouts, means, num_scored, self.posterior_memory)
+        records["expected"] = remembered
+        records["rollouts"] = np.minimum(earlier_rollouts + num_scored, _MAX_ROLLOUTS)
         records["last"], records["last_batch"], records["stopped"] = means, self.batches, stopped
         for name in _LOGPROBS:
             records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
@@ -173,14 +190,14 @@ class PromptState:
         self.batches += 1
 
     def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Rows of distinct prompts; new ones are appended in the order given."""
+        """Return the rows of distinct prompts; new ones are appended in the order given."""
         rows, capacity = self.find(prompt_ids), len(self._table)
         new = rows < 0
         if new.any():
             rows[new] = self._index.add(prompt_ids[new])
             if len(self) > capacity:  # growing by more than 1/32 would take more than 64 bytes a prompt
-                room = max(len(self) - capacity, capacity // 32)
-                self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
+                more = max(len(self) - capacity, capacity // 32)
+                self._table = np.concatenate([self._table, np.zeros(more, dtype=_RECORD)])
             self._table["prompt_ids"][rows[new]] = prompt_ids[new]
         return rows
 
@@ -190,12 +207,12 @@ class PromptState:
         return self._records(prompt_ids)["pruned"]
 
     def mean_scores(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Remembered mean scores, not scaled; NaN for prompts without any."""
+        """Return remembered mean scores, not scaled; NaN for prompts without any."""
         records = self._records(prompt_ids)
         return np.where(records["rollouts"] > 0, records["expected"].astype(np.float64), np.nan)
 
     def history(self, prompt_ids: np.ndarray) -> History:
-        """What forecasts are made from."""
+        """Return what forecasts are made from."""
         record, memory = self._records(prompt_ids), self.posterior_memory
         rollouts = record["rollouts"].astype(np.int64)
         return History(
@@ -207,7 +224,7 @@ class PromptState:
         )
 
     def prompts(self, prompt_ids: np.ndarray, drawn: Batch | None = None) -> Prompts:
-        """What is known before a batch, or once completions are `drawn`."""
+        """Return what is known before a batch, or once completions are `drawn`."""
         record, history = self._records(prompt_ids), self.history(prompt_ids)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.difficulty_floor)
         alive, _ = self.alive(prompt_ids, history)
@@ -232,8 +249,8 @@ class PromptState:
         self, prompt_ids: np.ndarray, history: History | None = None, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """
-        Probability that a whole group of each prompt is alive; and, with `rng`, one drawn from what is believed of each prompt that was
-        never visited, so that doubt gets its turn. Both of shape `(P,)`.
+        Forecast the probability that a whole group of each prompt is alive. Return it, and with `rng` also a sample from the posterior of
+        each prompt that was never visited, so that uncertain prompts are tried. Both of shape `(P,)`.
         """
         history = self.history(prompt_ids) if history is None else history
         alive, new = self.foresight.alive(history, self.group_size), history.visits == 0
@@ -243,14 +260,14 @@ class PromptState:
         return alive, drawn
 
     def _records(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Copies of records, shape `(P,)`; zeros for prompts that were never visited."""
+        """Copy records, shape `(P,)`; zeros for prompts that were never visited."""
         rows = self.find(prompt_ids)
         records = self._table.take(np.maximum(rows, 0))
         records[rows < 0] = np.zeros((), dtype=_RECORD)
         return records
 
     def _scaled(self, means: np.ndarray) -> np.ndarray:
-        """Remembered means of scores as outcomes, float64."""
+        """Scale remembered means of scores to outcomes, float64."""
         return self.range.outcomes(means.astype(np.float64))
 
     def metrics(self) -> dict[str, float]:
@@ -259,12 +276,12 @@ class PromptState:
     # ---- Save ----
 
     def parts(self) -> dict[str, Any]:
-        """Itself and what it learns, by the name that each has in a checkpoint."""
-        known = {"prompts": self, "foresight": self.foresight.model, "gate": self.threshold}
-        return known if self.unseen is None else known | {"unseen": self.unseen}
+        """Return itself and what it learns, by the name that each has in a checkpoint."""
+        parts = {"prompts": self, "foresight": self.foresight.model, "gate": self.threshold}
+        return parts if self.unseen is None else parts | {"unseen": self.unseen}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the columns over the visited prompts, the range of scores, and the number of batches."""
+        """Copy the columns over the visited prompts, the range of scores, and the number of batches."""
         columns = {name: self[name].copy() for name in _COLUMNS}
         return columns | self.range.state_dict() | {"batches": np.array([self.batches])}
 
@@ -282,9 +299,9 @@ class PromptState:
 
 def smallest_group_aliveness(rollouts: Batch) -> tuple[int, np.ndarray]:
     """
-    Size of the smallest group, and whether as many first completions of each group have a gradient; bool of shape `(P,)`.
+    Return the size of the smallest group, and whether as many first completions of each group have a gradient; bool of shape `(P,)`.
 
-    Foresight learns from these alone: an adaptive controller sizes groups by what it saw, so the size would tell the answer.
+    Foresight learns from these alone: an adaptive controller sizes groups by what it saw, so the size would give the answer away.
     """
     size = int(rollouts.sizes.min(initial=rollouts.num_rows))
     if (rollouts.sizes == size).all():
@@ -294,12 +311,12 @@ def smallest_group_aliveness(rollouts: Batch) -> tuple[int, np.ndarray]:
 
 
 def _has_completed_visit(records: np.ndarray) -> np.ndarray:
-    """Whether prompts have had a completed visit, shape `(n,)`, bool."""
+    """Return whether prompts have had a completed visit, shape `(n,)`, bool."""
     return (records["visits"] > 0) & ~np.isnan(records["first_pass_rate"])
 
 
 def _next_streak(streak: np.ndarray, groups: Table, stopped: np.ndarray) -> np.ndarray:
-    """Streak after a visit: extended if it came out like those before, else new. A stopped visit can only end a streak."""
+    """Return the streak after a visit: longer if the visit came out like those before, else new. A stopped visit can only end it."""
     visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
     longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
     same = np.sign(streak) == visit
