@@ -32,7 +32,7 @@ class Forecast:
     chosen: Price | None  # `None` if nothing is to be saved
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, as JSON can hold them."""
+        """Return all numbers, as JSON can hold them."""
         own = asdict(replace(self, sample=None))  # type: ignore[arg-type]  # its rows are no numbers of the forecast
         return own | {"sample": self.sample.source, "groups": len(self.sample), "unit": self.sample.unit}
 
@@ -103,7 +103,7 @@ def _percent(share: Interval) -> str:
 
 
 def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
-    """The forecast of a sample. Raises a `ValueError` if it has fewer than two groups of two completions."""
+    """Forecast by a sample. Raises a `ValueError` if it has fewer than two groups of two completions."""
     if len(sample) < 2 or sample.size < 2:
         raise ValueError(
             f"A forecast needs two groups of two completions or more, got {len(sample)} groups, the smallest of {sample.size}. "

@@ -29,13 +29,13 @@ class World:
             self._rates = rng.beta(a[self._of], b[self._of])
 
     def live_share(self, size: int) -> float:
-        """Share of live groups of `size` completions."""
+        """Return the share of live groups of `size` completions."""
         if self._rates is None:
             return float((self._signals.max(axis=1) > self._signals.min(axis=1))[self._of].mean())
         return float(1.0 - (self._rates**size + (1.0 - self._rates) ** size).mean())
 
     def group(self, prompts: np.ndarray, size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        """A group of each of some prompts: columns of shape `(n, size)`."""
+        """Draw a group of each of some prompts: columns of shape `(n, size)`."""
         own, shape = self._of[prompts][:, np.newaxis], (len(prompts), size)
         order = np.argsort(rng.random((len(prompts), self._outcomes.shape[1])), axis=1)
         order = order[:, np.arange(size) % order.shape[1]]
@@ -51,18 +51,18 @@ class World:
 
 
 def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -> Batch:
-    """The completions of groups that were `drawn`, bool of shape `(n, size)`."""
+    """Return the completions of groups that were `drawn`, bool of shape `(n, size)`."""
     return Batch.of(ids, np.nonzero(drawn)[0], **{name: values[drawn] for name, values in columns.items()})
 
 
 def gate_price(sample: GroupSample, size: int, rng: np.random.Generator) -> float:
-    """Tokens that the gate, with groups of `size` in batches of as many completions, takes a live group over those of plain GRPO."""
+    """Return the gate's tokens a live group, × plain GRPO's, with groups of `size` in batches of as many completions."""
     tokens, live = gate_costs(sample, size, rng)
     return tokens / live if live else np.inf
 
 
 def gate_costs(sample: GroupSample, size: int, rng: np.random.Generator) -> tuple[float, float]:
-    """The gate's tokens and live groups, × those of plain GRPO in as many batches."""
+    """Simulate the gate. Return its tokens and live groups, × those of plain GRPO in as many batches."""
     horizon, prompts_of_batch = sample.horizon, sample.horizon.per_batch * sample.size // size
     per_batch = min(prompts_of_batch, _MOST_PER_BATCH)
     visits = horizon.batches * prompts_of_batch / horizon.prompts

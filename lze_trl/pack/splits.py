@@ -42,7 +42,7 @@ def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost
 
 
 def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> int:
-    """The fewest runs that hold the rank rows: every run takes as many as fit. See [`split`] for the arguments."""
+    """Count the fewest runs that hold the rank rows: every run takes as many as fit. See [`split`] for the arguments."""
     runs = count = prompt = completion = 0
     for next_prompt, next_completion in zip(prompts.tolist(), completions.tolist(), strict=True):
         count, prompt, completion = count + 1, max(prompt, next_prompt), max(completion, next_completion)
@@ -53,7 +53,10 @@ def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity
 
 
 def _tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:
-    """Padded tokens on one process of the runs that start at each rank row: of one rank row, of two, … while they fit."""
+    """
+    Count the padded tokens on one process of the runs that start at each rank row: of one rank row, of two, … while
+    they fit.
+    """
     most_rows = int(min(len(prompts), max(1.0, capacity.tokens / max(1, prompts.min() + completions.min()))))
     tokens = []
     for start in range(len(prompts)):
@@ -66,7 +69,7 @@ def _tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) ->
 
 
 def _cheapest(tokens: list[np.ndarray], cost: float) -> list[int]:
-    """Boundaries of the runs with the smallest sum of tokens and costs, by dynamic programming from the end."""
+    """Find the boundaries of the runs with the smallest sum of tokens and costs, by dynamic programming from the end."""
     total, stops = np.zeros(len(tokens) + 1), [0] * len(tokens)
     for start in range(len(tokens) - 1, -1, -1):
         sums = tokens[start] + total[start + 1 : start + 1 + len(tokens[start])]
@@ -79,7 +82,7 @@ def _cheapest(tokens: list[np.ndarray], cost: float) -> list[int]:
 
 
 def _least_factor(enough: Callable[[float], bool]) -> float:
-    """A factor, at most 2 % above the smallest one above 1, that is enough."""
+    """Find a factor that is enough, at most 2 % above the smallest such one above 1."""
     low, high = 1.0, _STRIDE
     while not enough(high):
         low, high = high, high * _STRIDE

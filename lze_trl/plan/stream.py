@@ -76,11 +76,11 @@ class PromptStream:
         return ranks
 
     def keeps(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Whether the pass rolls out each prompt, shape `(n,)`, bool."""
+        """Return whether the pass rolls out each prompt, shape `(n,)`, bool."""
         return ~np.isin(prompt_ids, self.left_out)
 
     def rows_of(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Rows of prompts in the training set, shape `(n,)`."""
+        """Return the rows of prompts in the training set, shape `(n,)`."""
         rows = self._index.find(prompt_ids)
         missing = rows < 0
         if missing.any():
@@ -93,8 +93,8 @@ class PromptStream:
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """
-        The next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further ones,
-        fewer where no active prompt is left.
+        Take the next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further
+        ones, fewer where no active prompt is left.
         """
         held, self.passed_over = _NO_ROWS if taken is None else taken, _NO_ROWS
         batch = self._next(count, held)
@@ -105,7 +105,7 @@ class PromptStream:
         return batch if len(batch) == count or taken is not None else self._fill(batch, count)
 
     def _next(self, count: int, held: np.ndarray) -> np.ndarray:
-        """At most `count` rows of the queue that a batch does not hold. Those that it holds move to the end."""
+        """Take at most `count` rows of the queue that a batch does not hold. Rows that it holds move to the end."""
         if self.window > 1 and count:
             self._bring_forward(count)
         if len(held) == 0:  # the usual case costs O(count)
@@ -161,7 +161,7 @@ class PromptStream:
         return np.concatenate([batch, extra[: count - len(batch)]])
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The pass, the prompts left of it, and the planner's state."""
+        """Return the pass, the prompts left of it, and the planner's state."""
         own = {
             "pass_index": np.array([self.pass_index], dtype=np.int64),
             "left_out": self.left_out.copy(),
@@ -181,7 +181,7 @@ class PromptStream:
 
 
 def sampler_order(size: int, seed: int, pass_index: int, shuffle: bool) -> np.ndarray:
-    """Rows of a pass in the order of TRL's sampler, shape `(N,)`: the n-th permutation that its generator draws."""
+    """Return the rows of a pass in the order of TRL's sampler, shape `(N,)`: the n-th permutation that its generator draws."""
     order, generator = torch.arange(size), torch.Generator().manual_seed(seed)
     for _ in range(pass_index + 1 if shuffle else 0):
         order = torch.randperm(size, generator=generator)
@@ -196,7 +196,7 @@ class SamplerOrder(PromptStream):
         self.pass_index, self._queue = -1, _NO_ROWS
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
-        """The next `count` rows."""
+        """Take the next `count` rows."""
         if len(self._queue) < count:
             self.pass_index += 1
             self._queue = sampler_order(len(self.prompt_ids), self.seed, self.pass_index, self.shuffle)
@@ -216,7 +216,7 @@ class GrowingStream(PromptStream):
         self._left = _NO_ROWS  # visits left of each row
 
     def __len__(self) -> int:
-        """Prompts with visits left."""
+        """Return the number of prompts with visits left."""
         return len(self._queue)
 
     def extend(self):
@@ -226,7 +226,7 @@ class GrowingStream(PromptStream):
         self._queue = np.concatenate([rows, self._queue])
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
-        """At most `count` further rows."""
+        """Take at most `count` further rows."""
         batch = self._next(count, _NO_ROWS if taken is None else taken)
         self._left[batch] -= 1
         self._queue = np.concatenate([self._queue, batch[self._left[batch] > 0]])
@@ -282,7 +282,7 @@ class StreamedRows(IterableDataset):
             yield from made
 
     def take(self, pass_index: int, prompt_ids: np.ndarray):
-        """A batch of the next rows, with these ids, is rolled out."""
+        """Note that a batch of the next rows, with these ids, is rolled out."""
         self.taken = len(prompt_ids) + (self.taken if pass_index == self.pass_index else 0)
         self.pass_index, self.last_id = pass_index, int(prompt_ids[-1])
 

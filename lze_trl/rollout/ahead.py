@@ -36,8 +36,8 @@ class LookAhead:
 
     def __call__(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
         """
-        What the next round will ask for: pairs of a place and a number of completions. Arrived are the prompt tokens and the
-        completions of the groups at some places; those that it has seen before are ignored.
+        Forecast what the next round will ask for: pairs of a place and a number of completions. Arrived are the prompt
+        tokens and the completions of the groups at some places; those that it has seen before are ignored.
         """
         new = {place: group for place, group in arrived.items() if place not in self._arrived}
         if not new or self._failed:

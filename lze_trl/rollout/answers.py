@@ -31,7 +31,7 @@ class Answers:
         self._noted: dict[tuple[int, ...], tuple[bool, str | None]] = {}  # what the last token does not say
 
     def forget(self):
-        """Another call of an engine begins."""
+        """Forget what was noted: another call of an engine begins."""
         self._noted.clear()
 
     def note(self, prompt: Sequence[int], completion: Sequence[int], truncated: bool, failure: str | None = None):
@@ -64,12 +64,15 @@ class Answers:
         return len(completion) >= self.limit and (len(completion) == 0 or completion[-1] not in self.ends)
 
     def reasons(self, environments: Sequence[Any] | None) -> list[str | None]:
-        """Why each completion is left out: it has failed, in its environment or on every server, or is surplus; else `None`."""
+        """
+        Return why each completion is left out: it has failed, in its environment or on every server, or is surplus;
+        else `None`.
+        """
         of_episodes = failures(environments) or [None] * len(self._failed)
         return [failure or reason for failure, reason in zip(self._failed, of_episodes, strict=True)]
 
     def covered(self, completions: list[list[int]], masks: list[list[int]] | None) -> list[list[int]] | None:
-        """Loss masks without tokens that stand for a completion; `None` if every token is covered."""
+        """Return loss masks without the tokens that stand for a completion; `None` if every token is covered."""
         if not any(failure is not None for failure in self._failed):
             return masks
         rows = zip(self._failed, completions, masks or [[1] * len(ids) for ids in completions], strict=True)

@@ -33,7 +33,8 @@ class EpisodeError(RuntimeError):
 
 def guarded(factory: Any, time_limit: float | None) -> Any:
     """
-    An `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has the reward `None`.
+    Return an `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has
+    the reward `None`.
 
     With a `time_limit` in seconds, each environment runs in a thread of its own, and a call that takes longer fails.
     """
@@ -43,7 +44,7 @@ def guarded(factory: Any, time_limit: float | None) -> Any:
 
 
 def failures(environments: Sequence[Any] | None) -> list[str | None]:
-    """Why the episodes of some environments have failed, `None` for one that has not; empty without environments."""
+    """Return why the episodes of some environments have failed, `None` for one that has not; empty without environments."""
     return [environment.lze_guard.failure for environment in environments or ()]
 
 
@@ -55,7 +56,7 @@ class Worker:
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     def call(self, call: Callable[[], Any], time_limit: float | None = None) -> Any:
-        """What a call returns or raises; a `TimeoutError` after `time_limit` seconds."""
+        """Return or raise what a call does; a `TimeoutError` after `time_limit` seconds."""
         future: Future = Future()
         self._calls.put((call, future))
         return future.result(time_limit)
@@ -110,7 +111,7 @@ class Guard:
         return call_later if inspect.iscoroutinefunction(method) else call
 
     def _goes_on(self, name: str) -> bool:
-        """Whether the episode has not failed; `reset` begins another one."""
+        """Return whether the episode has not failed; `reset` begins another one."""
         if name == "reset":
             self.failure = None
         return self.failure is None

@@ -9,7 +9,7 @@ from ..batch import Batch, differ, places
 
 def represented(weights: np.ndarray, chances: np.ndarray) -> np.ndarray:
     """
-    What each of P prompts or groups counts for once chance has left some of them out, shape `(P,)`.
+    Return what each of P prompts or groups counts for once chance has left some of them out, shape `(P,)`.
 
     `weights` is what each counted for before. `chances` is the probability with which each one was drawn, 0 for one that was
     not. Those that only chance has drawn share what all count for that are not certain, each in proportion to 1 / probability.
@@ -24,8 +24,8 @@ def represented(weights: np.ndarray, chances: np.ndarray) -> np.ndarray:
 
 def mean_over_full_batch(values: np.ndarray, group: np.ndarray, first: np.ndarray, weights: np.ndarray) -> float:
     """
-    Estimated mean of a value of each row, shape `(B,)`, over groups that all have as many rows. Every group counts for its
-    `weights`, shape `(P,)`.
+    Estimate the mean of a value of each row, shape `(B,)`, over groups that all have as many rows. Every group counts
+    for its `weights`, shape `(P,)`.
 
     Whether a group gets more rows may depend on the rows it has. So groups of different sizes are judged by the rows of their
     first round alone, `first` of each, shape `(P,)`: nothing was known of them when they were drawn, and the expected value is
@@ -89,7 +89,7 @@ class UniformSample:
     planned: np.ndarray
 
     def part(self, group: np.ndarray, chosen: np.ndarray) -> "UniformSample":
-        """The sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
+        """Return the sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
         drawn = len(chosen) - len(self.remembered)
         of_parts = self.remembered[chosen[drawn:]], self.live[chosen], self.planned[chosen]
         return UniformSample(self.votes * chosen[:drawn][group], *of_parts)
@@ -100,7 +100,7 @@ class UniformSample:
         return float(self.live[self.planned].mean()) if self.planned.any() else np.nan
 
     def rewards(self, batch: Batch) -> list[tuple[float, float]]:
-        """Moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
+        """Return the moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
         totals, found = batch.rewards, []
         of_scores = np.array_equal(batch.scores, totals, equal_nan=True)
         for column in (totals, *batch.rewards_per_func.astype(np.float64).T):
@@ -110,8 +110,8 @@ class UniformSample:
 
     def moments(self, values: np.ndarray, remembered: np.ndarray | None = None) -> tuple[float, float]:
         """
-        Mean, and standard deviation with Bessel's correction, of something that each completion has, and, where it is known, each
-        other prompt. NaN does not count.
+        Return the mean, and the standard deviation with Bessel's correction, of something that each completion has,
+        and, where it is known, each other prompt. NaN does not count.
         """
         weights = self.votes
         if remembered is not None:
@@ -135,10 +135,10 @@ def uniform_sample(
     joined: np.ndarray | None = None,
 ) -> UniformSample:
     """
-    What uniform sampling would have seen. In the first round prompts got `first` completions; `live` says how many live groups each
-    stands for, `None` if the first round tells; they `joined` the batch in this round (default: all in the first one). All have shape
-    `(P,)`. `remembered` are the mean scores of the n prompts that got none in the batch, and `forecasts` the probabilities that their groups
-    are live, both of shape `(n,)`.
+    Estimate what uniform sampling would have seen. In the first round prompts got `first` completions; `live` says how
+    many live groups each stands for, `None` if the first round tells; they `joined` the batch in this round (default:
+    all in the first one). All have shape `(P,)`. `remembered` are the mean scores of the n prompts that got none in the
+    batch, and `forecasts` the probabilities that their groups are live, both of shape `(n,)`.
     """
     rows = places(rollouts.group) < first[rollouts.group]
     votes = np.where(rows, 1.0 / np.maximum(first, 1)[rollouts.group], 0.0)

@@ -37,15 +37,15 @@ class RewardNotes:
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def begin_round(self, num_rows: int):
-        """So many completions are about to be made and scored: as often, the metrics of the round count in the mean over rounds."""
+        """Prepare for a round of so many completions: its metrics count as often in the mean over rounds."""
         self.columns, self.readings, self.num_rows = {}, {}, num_rows
 
     def column(self, name: str, values: Iterable):
-        """TRL's `log_extra`."""
+        """Note a column for TRL's table of completions, as `log_extra` does."""
         self.columns[name] = list(values)
 
     def metric(self, name: str, value: float):
-        """TRL's `log_metric`."""
+        """Note a metric, as TRL's `log_metric` does."""
         self._metrics[name] += [value] * self.num_rows
 
     def take_metrics(self) -> dict[str, list[float]]:
@@ -111,19 +111,19 @@ def checked(
 
 
 def is_plain_function(reward_func: Any) -> bool:
-    """Whether a reward function can be called for some completions at any time: a plain function."""
+    """Return whether a reward function can be called for some completions at any time: a plain function."""
     return not (isinstance(reward_func, (nn.Module, GroupReward)) or is_async(reward_func))
 
 
 def is_async(func: Any) -> bool:
-    """Whether calling a function, or an object with `__call__`, returns a coroutine."""
+    """Return whether calling a function, or an object with `__call__`, returns a coroutine."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 
 def _of_episodes(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[str, Any]:
-    """Arguments of a reward function without the completions that are left out."""
+    """Return the arguments of a reward function without the completions that are left out."""
     if not any(reasons):
         return kwargs
     return {
@@ -135,7 +135,7 @@ def _of_episodes(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[
 
 
 def of_all(values: list, reasons: Sequence[str | None]) -> list:
-    """The values of all completions: `None` where one has failed, and any number for a surplus one, of which TRL would warn else."""
+    """Return the values of all completions: `None` for a failed one, a number for a surplus one, since TRL warns of `None`."""
     if not any(reasons):
         return values
     given = iter(values)
@@ -143,7 +143,7 @@ def of_all(values: list, reasons: Sequence[str | None]) -> list:
 
 
 def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
-    """What a reward function has returned, as numbers and None."""
+    """Return what a reward function has returned, as numbers and None."""
     advice = "Return a list with one finite number for each completion, or None in it where the reward does not apply."
     a_list = isinstance(returned, Iterable) and not isinstance(returned, (str, bytes, Mapping, Set))
     if not a_list or (isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim == 0):

@@ -41,7 +41,7 @@ class SamplingWatch(LogitsProcessor):
         self._lost, self._scores, self._sampled = False, None, []
 
     def end(self, sequences: torch.Tensor):
-        """The generation has ended, with these tokens, shape `(n, length)`."""
+        """End a generation, with these tokens, shape `(n, length)`."""
         turn = None
         if not self._lost and self._scores is not None and len(self._scores) == len(sequences):
             sampled = [*self._sampled, self._of(self._scores, sequences[:, -1])]
@@ -54,8 +54,9 @@ class SamplingWatch(LogitsProcessor):
         self, completion_ids: list[list[int]], masks: list[list[int]] | None = None
     ) -> list[list[float]] | None:
         """
-        Of each token of the completions that was generated, which is 1 in its mask. An answer to a tool's result is a generation of its
-        own, of the completions that have one. `None` if others were generated: by an engine that cannot be watched, or in an order of its own.
+        Return the log-probability of each generated token of the completions, which has 1 in its mask. An answer to a
+        tool's result is a generation of its own, of the completions that have one. `None` if others were generated: by
+        an engine that cannot be watched, or in an order of its own.
         """
         masks = masks or [[1] * len(ids) for ids in completion_ids]
         turns = [_turns(ids, mask) for ids, mask in zip(completion_ids, masks, strict=True)]
@@ -74,13 +75,16 @@ class SamplingWatch(LogitsProcessor):
         return found
 
     def _of(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that were sampled by these scores, shape `(n,)`, and their log-probabilities."""
+        """Return tokens that were sampled by these scores, shape `(n,)`, and their log-probabilities."""
         scores = scores.float()
         return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
 
 
 def _turns(ids: list[int], mask: list[int]) -> list[list[int]]:
-    """Tokens that the model generated, before, between and after the results of tools; nothing where an answer was cut off whole."""
+    """
+    Return the tokens that the model generated, before, between and after the results of tools; nothing where an answer
+    was cut off whole.
+    """
     turns: list[list[int]] = [[]]
     for generated, run in groupby(zip(ids, mask, strict=True), key=lambda token: bool(token[1])):
         if generated:
