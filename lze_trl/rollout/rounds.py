@@ -63,7 +63,6 @@ class Pending:
     owner: np.ndarray = field(default_factory=_no_counts)  # (B,): process of each completion
     round: int = 0
     in_parts: bool = False  # whether the round under way brings a process a part of a group
-    evened_out: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))  # surplus completions, tokens
     # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
     joined: np.ndarray = field(default_factory=_no_counts)  # round in which the prompt was first planned
     round0_counts: np.ndarray = field(default_factory=_no_counts)  # completions asked for in round 0
@@ -229,9 +228,6 @@ class Rounds:
         columns = gathered_columns(numbers, self.accelerator)
         wanted_rows = pending.request[2]
         if wanted_rows is not None:  # surplus rows end here: nothing else sees them
-            surplus_tokens = np.delete(columns["prompt_tokens"] + columns["completion_tokens"], wanted_rows)
-            if not engine.over_http:
-                pending.evened_out += (len(surplus_tokens), surplus_tokens.sum())
             columns = {name: values[wanted_rows] for name, values in columns.items()}
             rewards_per_func = rewards_per_func[torch.from_numpy(wanted_rows).to(rewards_per_func.device)]
         per_func = rewards_per_func.cpu().numpy()
@@ -388,7 +384,7 @@ class Rounds:
         if completion is not None:
             completion = completion[has_rows]
             group_weights = represented(prompt_weights, completion)
-        batch.facts |= {"uniform": sample, "mean_tokens": mean_tokens, "evened_out": pending.evened_out}
+        batch.facts |= {"uniform": sample, "mean_tokens": mean_tokens}
         batch.facts |= {"unbegun": pending.plan.rows[~has_rows], "finished": completion}
         return batch.with_prompts(weights=group_weights)
 
