@@ -19,7 +19,7 @@ def history(count: int, rng: np.random.Generator, **known) -> History:
         "visits": rng.integers(0, 4, count),
         "pass_rates": rng.uniform(0.05, 0.95, count),
         "strength": rng.integers(0, 17, count),
-        "last": rng.integers(0, SIZE + 1, count) / SIZE,
+        "last_mean": rng.integers(0, SIZE + 1, count) / SIZE,
         "streak": rng.integers(-3, 4, count),
         "stopped": np.zeros(count),
         "logprob_mean": -rng.exponential(3.0, count),
@@ -120,14 +120,14 @@ def test_the_last_visit_is_remembered():
     state.score_and_store(batch.with_rows(logprobs=sampled))
     known = state.history(np.array([8, 7, 99]))
     assert known.visits.tolist() == [1, 1, 0]
-    assert known.last.tolist() == [0.0, 0.75, 0.0]
+    assert known.last_mean.tolist() == [0.0, 0.75, 0.0]
     np.testing.assert_allclose(known.logprob_mean[:2], [NAN, -3.5 / 3], rtol=1e-3)
     np.testing.assert_array_equal(known.logprob_min[:2], [NAN, -2.0])
     np.testing.assert_array_equal(known.logprob_max[:2], [NAN, -0.5])
     assert known.age[:2].tolist() == [1, 1]
     state.score_and_store(rollouts({8: [1, 1, 0, 0]}))
     assert state.history(np.array([7, 8])).age.tolist() == [2, 1]
-    assert state.history(np.array([7, 8])).last.tolist() == [0.75, 0.5]
+    assert state.history(np.array([7, 8])).last_mean.tolist() == [0.75, 0.5]
 
 
 def test_only_completions_that_no_outcome_has_called_for_are_learned_from():
