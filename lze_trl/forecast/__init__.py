@@ -19,7 +19,7 @@ _LARGEST, _MANY = 64, 0.5  # group size that is forecast while so large a share 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast. `print` shows it, and `to_dict` has all its numbers; intervals are those of 80 %."""
+    """A forecast. `print` shows it, and `to_dict` has all its numbers, with 80 % intervals."""
 
     sample: GroupSample  # what it rests on
     dead: dict[int, Interval]  # share of dead groups by group size

@@ -14,7 +14,7 @@ _MOST_PROMPTS, _MOST_BATCHES, _MOST_PER_BATCH = 1024, 80, 64
 
 class World:
     """
-    Prompts that stand for the training set: drawn from those of a sample with replacement. Where completions pass or fail, each has
+    Prompts that stand for the training set, drawn from the sample's with replacement. Where completions pass or fail, each has
     a pass rate from its posterior; else its groups are its own completions in another order.
     """
 

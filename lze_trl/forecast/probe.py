@@ -1,4 +1,4 @@
-"""The forecast of a trainer: its own rollouts and one update, none of which reaches its training."""
+"""The sample of a trainer: its own rollouts and one update. Neither reaches its training."""
 
 import time
 from typing import Any

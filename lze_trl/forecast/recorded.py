@@ -37,7 +37,7 @@ def _of_run(run: Run) -> GroupSample:
     settings = run.meta.settings
     if (controller := settings.get("controller", "uniform")) != "uniform":
         raise TelemetryError(
-            f"`{run.name}` was drawn by `controller: {controller}`, which chose its groups: they say too little of the others. Forecast "
+            f"`{run.name}` was drawn by `controller: {controller}`, which chose its groups: they show too little of the others. Forecast "
             "its recipe, or call `trainer.forecast()` in its script."
         )
     groups = run.groups()

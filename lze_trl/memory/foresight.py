@@ -1,4 +1,4 @@
-"""Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
+"""Foresight: a forecast, learned during the run, of whether the next group of a prompt will be alive."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Outcomes: scores of completions scaled to [0, 1]. They rank live groups and say what is solved, never what is alive."""
+"""Outcomes: scores of completions scaled to [0, 1]. They rank live groups and decide what is solved, never what is alive."""
 
 import math
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ class Threshold:
     represents 1 / probability groups. Groups have `group_size` completions, G.
     """
 
-    RECENT = 16  # prompts by which a batch of fewer is judged as well
+    RECENT = 16  # earlier prompts that also count for a batch of fewer prompts
     WINDOW = 128  # prompts whose yield sets the threshold of the other completions
 
     def __init__(self, group_size: int = 8, independent: bool = False):

@@ -1,4 +1,4 @@
-"""What a prompt itself says of its group before its first completion: its text, and columns of the data that the user names."""
+"""Forecasts from the prompt itself, before its first completion: from its text, and from columns of the data that the user names."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -85,7 +85,7 @@ class Unseen:
         return np.stack([self._known[i] for i in ids.tolist()])
 
     def _examples(self, raw: np.ndarray) -> np.ndarray:
-        """Return features of prompts, `(P, 1 + F)`: a constant, and their numbers, those of the text standardised."""
+        """Return features of prompts, `(P, 1 + F)`: a constant, and their numbers, standardised if they are of the text."""
         x = raw.copy()
         if self.features != "columns":
             of_text = slice(-_TEXT_NUMBERS - 1, None)

@@ -149,7 +149,7 @@ def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
 
 def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometry: Geometry) -> Layout:
     """
-    Lay out TRL's own micro-batches, for a batch of which nothing was dropped: micro-step, process, and position after
+    Lay out TRL's own micro-batches, for a batch without dropped rows: micro-step, process, and position after
     TRL's shuffle of each row on its process, all of shape `(B,)`.
     """
 

@@ -33,7 +33,7 @@ def micro_batch(
     - `lze_scale`: the factor of TRL's loss,
     - `lze_row_share`: the factor of terms that TRL averages over micro-batches,
     - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by them already,
-    - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
+    - `lze_entropy_weights` of shape `(R, 1)`: weights of the entropy bonus, if `lze_scale` is not enough,
     - `lze_tokens` and `lze_rows`: tokens that the loss covers, and rows, of all processes.
     """
     step, chosen = batch.layout.micro_steps[slot], batch.rows
@@ -124,7 +124,7 @@ def trimmed(columns: dict[str, Any], middle: int, width: tuple[int, int]) -> dic
     begin = max(0, middle - prompt)
     shorter = {}
     for name, values in columns.items():
-        if isinstance(values, torch.Tensor) and values.ndim == 2:  # those of images have more dimensions, or are lists
+        if isinstance(values, torch.Tensor) and values.ndim == 2:  # images have more dimensions, or are lists
             if name in _OF_PROMPTS:
                 values = values[:, begin:]
             else:

@@ -48,7 +48,7 @@ class Passes:
     """
     Plans generation batches, one pass over the data after another.
 
-    The mode says what happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, by rank),
+    The mode decides what happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, by rank),
     `"skip"` (the batch is smaller), or `"none"` (no prompt is left out).
     """
 

@@ -2,7 +2,7 @@
 
 A generation batch is drawn in rounds. Before every round the controller sees what was drawn and asks for further prompts
 (`more`, from round 1 on) and for further completions of each prompt (`draw`); a round without completions ends the batch.
-All completions drawn count in energies and advantages; `keep` says which of them are trained on.
+All completions drawn count in energies and advantages; `keep` chooses the completions that are trained on.
 
     balanced exit, n = 4: two positives and two negatives are wanted
     round    0              1                2
@@ -31,7 +31,7 @@ class RolloutController(ABC):
 
     by_group = False
     """
-    Whether `draw` judges each group by its own completions and by what was known before the batch. Servers may then begin
+    Whether `draw` decides on each group by its own completions and by what was known before the batch. Servers may then begin
     completions of a later round before a round has ended.
     """
 
@@ -167,7 +167,7 @@ class Gate(RolloutController):
     drawn at random, so that the forecasts learn what they miss. This favours medium pass rates: where hardly any, or nearly
     every, completion passes, the first one of a live group looks like that of a dead one.
 
-    A share `control` of the prompts is drawn whole, whatever is forecast. They are among those that are drawn at random, and tell
+    A share `control` of the prompts is drawn whole, whatever is forecast. They are among the prompts that are drawn at random, and show
     [`~lze_trl.rollout.gate_guard.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
     """
 

@@ -2,8 +2,8 @@
 Environments that fail: their episode gets no reward and is left out, and the run goes on.
 
 TRL calls `reset`, tools and `get_reward` of a user's environment, and an exception in the first or the last of them ends its
-run. Here it ends the episode. What a tool raises is told to the model, as TRL does; but a tool that hangs or has lost its
-server ends the episode as well.
+run. Here it ends the episode. What a tool raises is shown to the model, as in TRL; but a tool that hangs or has lost its server
+ends the episode as well.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MOST_FAILURES = 3
 """Episodes of one prompt that may fail in a row before the run ends."""
 
 _CLIENTS = ("httpx", "websockets", "aiohttp", "grpc")
-"""Libraries whose errors say that a server was lost, and are no `OSError`."""
+"""Libraries whose errors mean that a server was lost, and are not an `OSError`."""
 
 
 class EpisodeError(RuntimeError):
@@ -144,7 +144,7 @@ class Guard:
 
 
 class Episodes:
-    """Counts episodes that fail, and ends the run if those of one prompt keep failing."""
+    """Counts episodes that fail, and ends the run if one prompt keeps failing."""
 
     def __init__(self):
         self._in_a_row: Counter[int] = Counter()  # by prompt id

@@ -1,4 +1,4 @@
-"""What the full batch, and one of uniform sampling, would have been, from groups of which some were stopped early, or not begun."""
+"""Estimates what the full batch, and a batch of uniform sampling, would have been, if some groups were stopped early or not begun."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ def mean_over_full_batch(values: np.ndarray, group: np.ndarray, first: np.ndarra
     Estimate the mean of a value of each row, shape `(B,)`, over groups that all have as many rows. Every group counts
     for its `weights`, shape `(P,)`.
 
-    Whether a group gets more rows may depend on the rows it has. So groups of different sizes are judged by the rows of their
+    Whether a group gets more rows may depend on the rows it has. So groups of different sizes count with the rows of their
     first round alone, `first` of each, shape `(P,)`: nothing was known of them when they were drawn, and the expected value is
     that of the full batch.
     """
@@ -136,7 +136,7 @@ def uniform_sample(
 ) -> UniformSample:
     """
     Estimate what uniform sampling would have seen. In the first round prompts got `first` completions; `live` says how
-    many live groups each stands for, `None` if the first round tells; they `joined` the batch in this round (default:
+    many live groups each stands for, `None` to take the first round's; they `joined` the batch in this round (default:
     all in the first one). All have shape `(P,)`. `remembered` are the mean scores of the n prompts that got none in the
     batch, and `forecasts` the probabilities that their groups are live, both of shape `(n,)`.
     """

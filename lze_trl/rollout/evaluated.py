@@ -9,8 +9,8 @@ import numpy as np
 @dataclass
 class Evaluated:
     """
-    What each batch of an evaluation counts for. TRL logs the mean of its batches, of which the last one may have fewer rows, or be filled
-    with rows that were evaluated before, so that all processes get as many.
+    What each batch of an evaluation counts for. TRL logs the mean of its batches; the last batch may have fewer rows, or be filled with
+    rows that were evaluated before, so that all processes get as many.
     """
 
     # Rows of the set, each prompt `num_generations_eval` times; of a stream, those that were read so far

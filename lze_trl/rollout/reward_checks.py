@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class RewardError(ValueError):
-    """What a reward function returned is no reward; the message says what is."""
+    """What a reward function returned is not a reward; the message says what is."""
 
 
 class RewardNotes:
-    """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, readings."""
+    """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, readings of group rewards."""
 
     def __init__(self):
-        # Of the latest round: columns by name, of two functions with one name the last one's
+        # Of the latest round, by name; if two functions use one name, the last one's
         self.columns: dict[str, list] = {}
         self.readings: dict[int, list] = {}  # by the column of a group reward
         self.num_rows = 0  # completions of the round

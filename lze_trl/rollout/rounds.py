@@ -153,7 +153,7 @@ class Rounds:
             wanted_rows = owner * len(inputs) + places(owner)
             at_once = (
                 common_divisor if engine.over_http else 1
-            )  # TRL's engines would take surplus rows for those of a group
+            )  # TRL's engines would take surplus rows for rows of a group
         pending.request = inputs, at_once, wanted_rows
 
     def _look_ahead(self, pending: Pending, drawn: Batch, engine: Any):
@@ -213,7 +213,7 @@ class Rounds:
         engine.rounds_ended()
         if not parts:
             return None
-        engine.forget_rounds(len(parts) - 1)  # metrics are those of the first one, as of uniform sampling
+        engine.forget_rounds(len(parts) - 1)  # TRL's metrics then cover the first round, as of uniform sampling
         return self._with_estimates(self._joined_rounds(parts, pending.plan, engine, final=True), pending)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch:
