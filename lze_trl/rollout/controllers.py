@@ -188,38 +188,39 @@ class Gate(RolloutController):
         if round > 1 or draws_whole(prompts):
             return 0
         # All by what is expected once this round has ended: luck in this batch changes nothing
-        completed = np.where(
-            drawn.sizes > 0, np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn))), 0.0
-        )
-        spent = drawn.num_rows + (self.group_size - 1) * completed.sum()
-        each = spent / len(prompts)
-        further = (self.num_prompts * self.group_size - spent) / each if each else 0.0
+        completed = np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn)))
+        completed = np.where(drawn.sizes > 0, completed, 0.0)
+        completions = drawn.num_rows + (self.group_size - 1) * completed.sum()
+        per_prompt = completions / len(prompts)
+        further = (self.num_prompts * self.group_size - completions) / per_prompt if per_prompt else 0.0
         if self.hold == "signal":
-            likely = np.where(drawn.sizes > 0, prompts.alive_given_first, prompts.alive)
-            held = (likely * completed).sum()
-            further = min(further, (likely.sum() - held) / (held / len(prompts))) if held else 0.0
+            alive = np.where(drawn.sizes > 0, prompts.alive_given_first, prompts.alive)
+            live_groups = (alive * completed).sum()
+            missing = alive.sum() - live_groups  # to those of uniform sampling
+            further = min(further, missing / (live_groups / len(prompts))) if live_groups else 0.0
         return int(further)
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         age = round - prompts.joined  # rounds since the prompt joined the batch
         if (age > 1).all() or (round > 0 and draws_whole(prompts)):
             return None
-        likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
-        share = np.where(age == 1, self.explore, self.recheck)
-        return np.where(age > 1, np.nan, np.where(likely, 1.0, np.maximum(share, self._control(prompts))))
+        is_likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
+        by_chance = np.maximum(np.where(age == 1, self.explore, self.recheck), self._control(prompts))
+        return np.where(age > 1, np.nan, np.where(is_likely, 1.0, by_chance))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
-        chances, control = self.probabilities(round, prompts, drawn), self._control(prompts)
-        if chances is None:
+        probabilities, control = self.probabilities(round, prompts, drawn), self._control(prompts)
+        if probabilities is None:
             return np.zeros(len(prompts), dtype=np.int64)
-        others = np.divide(chances - control, 1.0 - control, out=np.ones(len(prompts)), where=control < 1.0)
-        drawn_on = (rng.random(len(prompts)) < others) | (prompts.random_draw < self.control)
-        return np.where(drawn_on, self._further(round, prompts, drawn), 0)
+        without_control = np.ones(len(prompts))
+        np.divide(probabilities - control, 1.0 - control, out=without_control, where=control < 1.0)
+        goes_on = (rng.random(len(prompts)) < without_control) | (prompts.random_draw < self.control)
+        return np.where(goes_on, self._further(round, prompts, drawn), 0)
 
     def _further(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray:
         """Return how many completions this round may draw of each prompt: its first one, or, once it has one, the others."""
-        age, first = round - prompts.joined, self.group_size if draws_whole(prompts) else 1
-        return np.where(age == 0, first, np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0))
+        age, at_first = round - prompts.joined, self.group_size if draws_whole(prompts) else 1
+        return np.where(age == 0, at_first, np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0))
 
     def _control(self, prompts: Prompts) -> np.ndarray:
         """Return the probability that a started prompt is drawn whole, whatever is forecast."""
