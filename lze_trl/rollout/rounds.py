@@ -40,8 +40,9 @@ READINGS = "readings."
 """Held columns with what group rewards have read of each completion, by the column of the reward function."""
 
 WHOLE_GROUPS = (
-    "If it compares completions, set `compares_completions = True` on it and draw whole groups, as `strategy='exact'` and `'dapo'` do. If "
-    "the score of a completion depends on that completion alone, and perhaps on chance, set `compares_completions = False`."
+    "If it compares completions, set `compares_completions = True` on it and draw whole groups, as `strategy='exact'` and `'dapo'` do, and "
+    "a profile without `adaptive`. If the score of a completion depends on that completion alone, and perhaps on chance, set "
+    "`compares_completions = False`."
 )
 
 
@@ -151,9 +152,8 @@ class Rounds:
         inputs, at_once, wanted_rows = self.passes.load_local_share(rows, owner), common_divisor, None
         if len(rows) != len(inputs) * self.accelerator.num_processes:
             wanted_rows = owner * len(inputs) + places(owner)
-            at_once = (
-                common_divisor if engine.over_http else 1
-            )  # TRL's engines would take surplus rows for rows of a group
+            if not engine.over_http:  # TRL's engines would take surplus rows for rows of a group
+                at_once = 1
         pending.request = inputs, at_once, wanted_rows
 
     def _look_ahead(self, pending: Pending, drawn: Batch, engine: Any):
