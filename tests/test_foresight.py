@@ -51,17 +51,6 @@ class World:
         return known.visits > 0, *expected, groups.alive
 
 
-def test_at_first_the_posterior_forecasts():
-    known = history(50, np.random.default_rng(0))
-    model, posterior = Foresight().forecasts(known, SIZE)
-    np.testing.assert_allclose(model, by_posterior(known, SIZE), atol=1e-12)
-    np.testing.assert_array_equal(model, posterior)
-    np.testing.assert_array_equal(Foresight().alive(known, SIZE), model)
-    # Sizes that differ, and groups that cannot be alive
-    sizes = np.arange(50) % 5
-    np.testing.assert_allclose(Foresight().alive(known, sizes), by_posterior(known, sizes) * (sizes > 1), atol=1e-12)
-
-
 def test_one_batch_by_hand():
     # The weights are the maximum of their posterior: there its gradient vanishes, and the precision is its curvature
     rng, foresight = np.random.default_rng(2), Foresight()

@@ -110,11 +110,6 @@ def test_it_changes_its_mind_within_a_few_batches_where_that_is_worth_something(
     assert np.quantile([batches(False, 1.0, seed, most=100, prompts=256) for seed in range(10)], 0.9) <= 10
 
 
-@pytest.mark.parametrize("live", [0.5, 1.0])
-def test_a_gate_that_does_not_pay_never_begins(live):
-    assert [batches(True, live, seed, most=100) for seed in range(3)] == [100] * 3
-
-
 class Moody(Gate):
     """A gate that, in a bad mood, takes groups for alive where it would take them for dead."""
 
