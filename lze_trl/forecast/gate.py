@@ -12,7 +12,7 @@ from .shares import posteriors
 _MOST_PROMPTS, _MOST_BATCHES, _MOST_PER_BATCH = 1024, 80, 64
 
 
-class World:
+class SimulatedPrompts:
     """
     Prompts that stand for the training set, drawn from the sample's with replacement. Where completions pass or fail, each has
     a pass rate from its posterior; else its groups are its own completions in another order.
@@ -50,7 +50,7 @@ class World:
         return columns | {"completion_tokens": np.broadcast_to(self.tokens[prompts][:, np.newaxis], shape)}
 
 
-def _batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -> Batch:
+def _drawn_batch(ids: np.ndarray, columns: dict[str, np.ndarray], drawn: np.ndarray) -> Batch:
     """Return the completions of groups that were `drawn`, bool of shape `(n, size)`."""
     return Batch.of(ids, np.nonzero(drawn)[0], **{name: values[drawn] for name, values in columns.items()})
 
@@ -67,7 +67,7 @@ def gate_costs(sample: GroupSample, size: int, rng: np.random.Generator) -> tupl
     per_batch = min(prompts_of_batch, _MOST_PER_BATCH)
     visits = horizon.batches * prompts_of_batch / horizon.prompts
     most = min(horizon.prompts, _MOST_PROMPTS, _MOST_BATCHES * per_batch / max(visits, 1.0))
-    world = World(sample, count := max(int(most), per_batch), rng)
+    simulated = SimulatedPrompts(sample, count := max(int(most), per_batch), rng)
     state, gate = PromptState(group_size=size, prunes=False, capacity=count), Gate(size, control=0.0)
     tokens = live = 0.0
     order: list[int] = []
@@ -76,19 +76,19 @@ def gate_costs(sample: GroupSample, size: int, rng: np.random.Generator) -> tupl
         if len(order) < per_batch:
             order = rng.permutation(count).tolist()
         prompts, order = np.array(order[:per_batch]), order[per_batch:]
-        ids, columns = prompts + 1, world.group(prompts, size, rng)
+        ids, columns = prompts + 1, simulated.group(prompts, size, rng)
         none, one = Batch.empty(ids), np.arange(size) == 0
         begun = gate.draw(0, state.prompts(ids, none), none, rng) > 0
         if not begun.any():
             continue
-        first = _batch(ids, columns, begun[:, np.newaxis] & one)
+        first = _drawn_batch(ids, columns, begun[:, np.newaxis] & one)
         known = state.prompts(ids, first)
         goes_on, chances = gate.draw(1, known, first, rng) > 0, np.asarray(gate.probabilities(1, known, first))
-        batch = _batch(ids, columns, begun[:, np.newaxis] & (one | goes_on[:, np.newaxis]))
+        batch = _drawn_batch(ids, columns, begun[:, np.newaxis] & (one | goes_on[:, np.newaxis]))
         state.update_range(batch.scores)
         state.score_and_store(batch.without_empty_groups(), np.where(goes_on, chances, 0.0)[begun])
         tokens += float(batch.completion_tokens.sum())
         live += float(batch.alive.sum())
     completions = batches * per_batch * size
-    plain_live = completions / sample.size * max(world.live_share(sample.size), 1e-9)
-    return tokens / completions / float(world.tokens.mean()), live / plain_live
+    plain_live = completions / sample.size * max(simulated.live_share(sample.size), 1e-9)
+    return tokens / completions / float(simulated.tokens.mean()), live / plain_live

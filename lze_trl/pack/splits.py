@@ -32,12 +32,12 @@ def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost
     """
     if fewest_runs(prompts, completions, capacity) > most:
         capacity *= _least_factor(lambda factor: fewest_runs(prompts, completions, capacity * factor) <= most)
-    tokens = _tokens(prompts, completions, capacity)
-    splits = _cheapest(tokens, cost)
+    tokens = _padded_tokens(prompts, completions, capacity)
+    splits = _cheapest_boundaries(tokens, cost)
     if len(splits) - 1 > most:
         cost = max(cost, 1.0)
-        cost *= _least_factor(lambda factor: len(_cheapest(tokens, cost * factor)) - 1 <= most)
-        splits = _cheapest(tokens, cost)
+        cost *= _least_factor(lambda factor: len(_cheapest_boundaries(tokens, cost * factor)) - 1 <= most)
+        splits = _cheapest_boundaries(tokens, cost)
     return splits
 
 
@@ -52,7 +52,7 @@ def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity
     return runs
 
 
-def _tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:
+def _padded_tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:
     """
     Count the padded tokens on one process of the runs that start at each rank row: of one rank row, of two, … while
     they fit.
@@ -68,7 +68,7 @@ def _tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) ->
     return tokens
 
 
-def _cheapest(tokens: list[np.ndarray], cost: float) -> list[int]:
+def _cheapest_boundaries(tokens: list[np.ndarray], cost: float) -> list[int]:
     """Find the boundaries of the runs with the smallest sum of tokens and costs, by dynamic programming from the end."""
     total, stops = np.zeros(len(tokens) + 1), [0] * len(tokens)
     for start in range(len(tokens) - 1, -1, -1):

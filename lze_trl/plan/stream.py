@@ -97,14 +97,14 @@ class PromptStream:
         ones, fewer where no active prompt is left.
         """
         held, self.passed_over = _NO_ROWS if taken is None else taken, _NO_ROWS
-        batch = self._next(count, held)
+        batch = self._take_from_queue(count, held)
         # If rows are left in the queue, the batch holds them, so it has taken the whole pass
         if len(batch) < count and len(self._queue) == 0:
-            self._begin_next()
-            batch = np.concatenate([batch, self._next(count - len(batch), np.concatenate([held, batch]))])
-        return batch if len(batch) == count or taken is not None else self._fill(batch, count)
+            self._begin_next_pass()
+            batch = np.concatenate([batch, self._take_from_queue(count - len(batch), np.concatenate([held, batch]))])
+        return batch if len(batch) == count or taken is not None else self._fill_up(batch, count)
 
-    def _next(self, count: int, held: np.ndarray) -> np.ndarray:
+    def _take_from_queue(self, count: int, held: np.ndarray) -> np.ndarray:
         """Take at most `count` rows of the queue that a batch does not hold. Rows that it holds move to the end."""
         if self.window > 1 and count:
             self._bring_forward(count)
@@ -136,7 +136,7 @@ class PromptStream:
                 rechecked = rng.random(len(self._queue)) < _RECHECKED
                 self._queue, self.passed_over = self._queue[rechecked], self._queue[~rechecked]
 
-    def _begin_next(self):
+    def _begin_next_pass(self):
         index = self.pass_index + 1
         ranks = self.begin(index)
         rows = self.first_order
@@ -147,7 +147,7 @@ class PromptStream:
         self._queue = rows[np.argsort(-ranks[rows], kind="stable")]
         self._ranked = np.array([len(rows), 0.0, 0.0, 0.0])
 
-    def _fill(self, batch: np.ndarray, count: int) -> np.ndarray:
+    def _fill_up(self, batch: np.ndarray, count: int) -> np.ndarray:
         """Fill a batch that is larger than the pass with prompts that the pass leaves out."""
         if not self._warned:
             logger.warning(
@@ -200,7 +200,7 @@ class SamplerOrder(PromptStream):
         if len(self._queue) < count:
             self.pass_index += 1
             self._queue = sampler_order(len(self.prompt_ids), self.seed, self.pass_index, self.shuffle)
-        return self._next(count, _NO_ROWS)
+        return self._take_from_queue(count, _NO_ROWS)
 
 
 class GrowingStream(PromptStream):
@@ -227,7 +227,7 @@ class GrowingStream(PromptStream):
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """Take at most `count` further rows."""
-        batch = self._next(count, _NO_ROWS if taken is None else taken)
+        batch = self._take_from_queue(count, _NO_ROWS if taken is None else taken)
         self._left[batch] -= 1
         self._queue = np.concatenate([self._queue, batch[self._left[batch] > 0]])
         return batch

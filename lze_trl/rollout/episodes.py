@@ -89,34 +89,34 @@ class Guard:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._calling:
                 return method(*args, **kwargs)
-            if not self._goes_on(name):
+            if not self._is_running(name):
                 return None
             self._calling = True
             try:
-                return self._fitting(name, self._in_time(functools.partial(method, *args, **kwargs)))
+                return self._checked_result(name, self._within_limit(functools.partial(method, *args, **kwargs)))
             except Exception as error:
-                return self._ended(name, error)
+                return self._end_episode(name, error)
             finally:
                 self._calling = False
 
         @functools.wraps(method)
         async def call_later(*args: Any, **kwargs: Any) -> Any:
-            if not self._goes_on(name):
+            if not self._is_running(name):
                 return None
             try:
-                return self._fitting(name, await asyncio.wait_for(method(*args, **kwargs), self.time_limit))
+                return self._checked_result(name, await asyncio.wait_for(method(*args, **kwargs), self.time_limit))
             except Exception as error:
-                return self._ended(name, error)
+                return self._end_episode(name, error)
 
         return call_later if inspect.iscoroutinefunction(method) else call
 
-    def _goes_on(self, name: str) -> bool:
+    def _is_running(self, name: str) -> bool:
         """Return whether the episode has not failed; `reset` begins another one."""
         if name == "reset":
             self.failure = None
         return self.failure is None
 
-    def _in_time(self, call: Callable) -> Any:
+    def _within_limit(self, call: Callable) -> Any:
         if self._worker is None:
             return call()
         try:
@@ -125,13 +125,13 @@ class Guard:
             self._worker = Worker()  # the other may hang for good
             raise
 
-    def _fitting(self, name: str, returned: Any) -> Any:
+    def _checked_result(self, name: str, returned: Any) -> Any:
         if name == "reset" and not isinstance(returned, (str, list, type(None))):
             self.failure = f"{self._place(name)} returned {returned!r}, and not a text, a list of parts, or None"
             return None
         return returned
 
-    def _ended(self, name: str, error: Exception) -> None:
+    def _end_episode(self, name: str, error: Exception) -> None:
         lost = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS  # or out of time
         if name not in ("reset", "get_reward") and not lost:
             raise error

@@ -72,7 +72,7 @@ def checked(
 
     def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Sequence[str | None]]:
         reasons = reasons_now(kwargs.get("environments"))  # before the call, in which further episodes may fail
-        given = _of_episodes(kwargs, reasons)
+        given = _without_left_out(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
 
         def log_extra(column: str, values: Iterable):
@@ -99,13 +99,13 @@ def checked(
         with errors_named():
             given, reasons = arguments(kwargs)
             returned = reward_func(*args, **given) if given["completions"] else []
-            return of_all(_scores(returned, name, given), reasons)
+            return of_all(_checked_scores(returned, name, given), reasons)
 
     async def guarded_later(*args, **kwargs):
         with errors_named():
             given, reasons = arguments(kwargs)
             returned = await reward_func(*args, **given) if given["completions"] else []
-            return of_all(_scores(returned, name, given), reasons)
+            return of_all(_checked_scores(returned, name, given), reasons)
 
     return guarded_later if is_async(reward_func) else guarded
 
@@ -122,7 +122,7 @@ def is_async(func: Any) -> bool:
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 
-def _of_episodes(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[str, Any]:
+def _without_left_out(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[str, Any]:
     """Return the arguments of a reward function without the completions that are left out."""
     if not any(reasons):
         return kwargs
@@ -142,7 +142,7 @@ def of_all(values: list, reasons: Sequence[str | None]) -> list:
     return [next(given) if reason is None else 0.0 if reason == SURPLUS else None for reason in reasons]
 
 
-def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
+def _checked_scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
     """Return what a reward function has returned, as numbers and None."""
     advice = "Return a list with one finite number for each completion, or None in it where the reward does not apply."
     a_list = isinstance(returned, Iterable) and not isinstance(returned, (str, bytes, Mapping, Set))
