@@ -147,4 +147,4 @@ def test_any_of_several_gold_answers_is_right():
     assert accuracy_reward(boxes, golds) == [1.0, 0.0, 1.0, 1.0, None, None]
     assert exact_match_reward(["6", "5,6", "7", "0.5"], golds[:4]) == [1.0, 0.0, 1.0, 0.0]
     reward = MajorityReward(bounds=(0, 1), margin=1)
-    assert reward.settle(reward.read(boxes[:2], [False] * 2, golds[:2])).rewards == [1.0, 0.0]
+    assert reward.score_group(reward.read(boxes[:2], [False] * 2, golds[:2])).rewards == [1.0, 0.0]

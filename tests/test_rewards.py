@@ -137,7 +137,7 @@ def test_what_another_limit_has_cut_short_is_not_remembered_of_a_gold_answer(mon
 def test_votes_that_take_long_differ_from_all_others_but_their_own_text():
     boxes = [rf"\boxed{{{text}}}" for text in (ENDLESS[0], ENDLESS[0], "1/2", "0.5", "1/2")]
     reward = MajorityReward(bounds=(0, 1), margin=1)
-    assert reward.settle(reward.read(boxes, [False] * 5)).rewards == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert reward.score_group(reward.read(boxes, [False] * 5)).rewards == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():

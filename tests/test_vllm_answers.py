@@ -333,7 +333,7 @@ def test_every_end_token_that_a_model_or_a_user_names_ends_a_completion(tmp_path
     model.generation_config.eos_token_id = [1, 8]
     kwargs = {"generation_kwargs": {"stop_token_ids": [7]}}
     answers = tiny.make(tmp_path, trainer={"model": model}, **kwargs).answers
-    answers.see([[5, end] for end in (0, 1, 7, 8, 9)])
+    answers.look_up([[5, end] for end in (0, 1, 7, 8, 9)])
     assert answers.truncated == [False, False, False, False, True]
 
 

@@ -15,7 +15,7 @@ from ..evaluation.tasks import find_tasks, load_problems
 from ..names import imported
 from ..prompt_checks import text_of
 from ..rewards import accuracy_reward, get_reward
-from ..rollout.settling import GroupReward
+from ..rollout.group_rewards import GroupReward
 from ..selfplay.online import Instruction
 from ..selfplay.writer import Seeds
 from . import RecipeError

@@ -2,7 +2,7 @@ r"""
 The majority reward: a group's own majority answer stands in for the gold answer (TTRL, arXiv 2504.16084; SeRL, arXiv 2505.20347).
 
 It depends on all completions of a prompt, which may lie on several processes and come in several rounds. So it has two phases:
-`read` makes a ballot of each completion where it is, and `settle` judges the ballots of one whole group.
+`read` makes a ballot of each completion where it is, and `score_group` judges the ballots of one whole group.
 """
 
 import re
@@ -161,7 +161,7 @@ class MajorityReward:
         rows = zip(votes, golds, grades, strict=True)
         return [Ballot(vote, gold, grade if grade.has_gold else None) for vote, gold, grade in rows]
 
-    def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
+    def score_group(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
         """Compute the rewards of one whole group. While completions may still be added (`final=False`), it does not abstain."""
         votes = [ballot.vote for ballot in ballots]
         with budget(_GROUP_SECONDS):
