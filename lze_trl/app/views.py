@@ -426,7 +426,7 @@ def stuck(run: Run) -> Markup:
         return Markup()
     all = found.iloc[0]
     told = (
-        f"{all['prompts']:,} prompt{'s' * (all['prompts'] != 1)} had no pass in their latest {FEW_VISITS} visits or more: "
+        f"{all['prompts']:,} {'prompt' if all['prompts'] == 1 else 'prompts'} had no pass in their latest {FEW_VISITS} visits or more: "
         f"{all['all_visits']:,.0f} visits, "
         f"{all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
     )
