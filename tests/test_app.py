@@ -443,7 +443,8 @@ def test_savings_of_a_run_that_learned_little_are_no_success(tmp_path):
         ("few", [live, *[none] * 9], ["", *["hopeless"] * 9]),
         ("many", [live] * 10, [""] * 10),
     ):
-        run = record_run(tmp_path / name, [graded_record(0, groups, causes)], Meta({}, ["right"]))
+        counts = {"groups_rolled_out": 10, "groups_dead": sum(map(bool, causes))}
+        run = record_run(tmp_path / name, [graded_record(0, groups, causes, **counts)], Meta({}, ["right"]))
         value, notes, is_little = card_of(views.cards(run), "saved")
         assert value.endswith("×") and is_little == (name == "few")
         assert ("most groups were dead, so this is little to save from" in notes) == is_little
