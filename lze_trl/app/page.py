@@ -276,7 +276,7 @@ class _Page:
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        if seen is None:
+        if seen is None or (not given["run"] and self.book.ids):  # the page is being loaded
             return gr.skip()
         if self._version(given) != seen:
             return self._show(*values) | {self.timer: gr.Timer(_REFRESH_SECONDS)}
