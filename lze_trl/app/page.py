@@ -137,7 +137,7 @@ class _Page:
     def _add_prompts(self):
         with gr.Row():
             self.search = gr.Textbox(
-                label="Search", placeholder="text, column, id, or source=gsm8k", elem_id="lze-search"
+                label="Search", placeholder="text, column, id, or source=gsm8k", elem_id="lze-search", min_width=240
             )
             states = [("all", "all"), *((views.LABELS.get(state, state), state) for state in STATES)]
             self.state = gr.Dropdown(states, value="all", label="State", elem_id="lze-state", min_width=100)
