@@ -178,7 +178,7 @@ def test_without_servers_on_a_gpu_each_round_is_a_pass_and_that_is_said_once(tmp
 def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before(serve, tmp_path, monkeypatch):
     def completed_at_once(engine, request, foresight=None):
         start(engine, request, foresight)
-        for result in list(engine._trainer.vllm_generation._ahead.values()):
+        for result in list(engine._trainer.vllm_generation._under_way.values()):
             result.result()  # before the update begins: no two things at a time
 
     start = Engine.start
