@@ -36,7 +36,8 @@ class KeptRun:
 def stamped(**content: Any) -> dict[str, Any]:
     """A result with the machine, in words, and the date."""
     found = machine()
-    words = f"{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"
+    gpu = f"{found['gpu']}, " if "gpu" in found else ""
+    words = f"{gpu}{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"
     return content | {"machine": words, "date": datetime.now(UTC).date().isoformat()}
 
 
