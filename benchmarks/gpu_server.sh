@@ -43,9 +43,10 @@ pack() {
 			"$python" -m zipfile -e "$wheel" "$work/all/$folder"
 		done
 	done
-	(cd "$work/all/server" && rm -rf $kernels)  # shellcheck disable=SC2086
+	# shellcheck disable=SC2086  # patterns
+	(cd "$work/all/server" && rm -rf $kernels)
 	mkdir -p "$work/all/models" "$parts"
-	cp -r "$model" "$work/all/models"
+	cp -rL "$model" "$work/all/models"
 	rm -f "$parts"/part-*
 	tar -C "$work/all" -c . | xz -T0 -3 | split --bytes 60MiB --numeric-suffixes - "$parts/part-"
 	ls -l "$parts"
@@ -62,7 +63,7 @@ ask() {  # PATH [JSON]: what the server answers
 }
 
 run() {
-	local parts=$1 output=$2 port=8000 server=(scripts/vllm_serve.sh) deadline task
+	local parts=$1 output=$2 port=8000 server=(scripts/vllm_serve.sh) deadline task place url
 	shift 2
 	mkdir -p "$output"
 	export HF_HUB_OFFLINE=1 TRL_EXPERIMENTAL_SILENCE=1 VLLM_SERVER_DEV_MODE=1 VLLM_NO_USAGE_STATS=1
@@ -83,7 +84,7 @@ run() {
 	url=http://127.0.0.1:$port
 	"${server[@]}" --port "$port" --model runs/skills/model --max-model-len 512 --middleware benchmarks.weight_version.WeightVersion \
 		>"$output/server.log" 2>&1 &
-	trap "kill $! 2>/dev/null || true" EXIT
+	trap 'kill $! 2>/dev/null || true' EXIT
 	deadline=$((SECONDS + ${START_SECONDS:-240}))
 	until ask /health >/dev/null 2>&1; do
 		if ! kill -0 $! 2>/dev/null || ((SECONDS > deadline)); then
@@ -96,7 +97,7 @@ run() {
 	echo "The server has started after $SECONDS s, and completes:"
 	ask /v1/completions '{"model": "runs/skills/model", "prompt": "seven = 7\ntwelve =", "max_tokens": 4}'
 	for task in words count; do
-		"$python" -m benchmarks.real_server --url "$url" --task "$task" --steps 12 --seeds 0 \
+		timeout $((${SECONDS_LEFT:-560} - SECONDS)) "$python" -m benchmarks.real_server --url "$url" --task "$task" --steps 12 --seeds 0 \
 			--arms plain exact gate_g8 plain+overlap exact+overlap gate_g8+overlap --output "$output" "$@"
 	done
 }

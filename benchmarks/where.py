@@ -6,6 +6,7 @@ python -m benchmarks.where [--results DIR] [--output DIR]
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ GENERATION = 0.25  # of plain GRPO's FLOPs: 2 a weight and token of 8
 _PROMPTS, _SIZE, _HORIZON = 512, 8, Horizon(prompts=2048, per_batch=32, batches=60)
 _SIMULATIONS = 4  # of the gate
 _MEANS = (0.5, 0.1)  # of pass rates
-_MARKS = "osDv^<>PX*"
+_MARKS = "osDv^<>PX*phdH8"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def draw(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str,
     """Write the picture: a panel for each cost, a colour for each strategy, a mark for each folder of runs, and lines for the model."""
     figure = Figure(figsize=(13.0, 5.6), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    marks = dict(zip(dict.fromkeys(point.kept for point in found), _MARKS, strict=False))
+    marks = dict(zip(dict.fromkeys(point.kept for point in found), itertools.cycle(_MARKS), strict=False))
     axes = figure.subplots(1, 2)
     for place, (axis, (cost, label)) in enumerate(zip(axes, COSTS.items(), strict=True)):
         for strategy in (name for name in STRATEGIES if any(point.strategy == name for point in found)):
