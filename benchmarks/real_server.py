@@ -79,11 +79,11 @@ class Recorder(TrainerCallback):
         self._paused = self._begin = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        """The clock starts."""
+        """Start the clock."""
         self._begin = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        """A step has ended."""
+        """Take note of a step that has ended."""
         if state.global_step % self.every:
             return
         now, ledger = time.monotonic(), self.trainer.ledger
@@ -100,7 +100,7 @@ class Recorder(TrainerCallback):
 
 
 def size(arm: str, task: str) -> int:
-    """Completions of a group."""
+    """Return the completions of a group."""
     return ARMS[arm].get("num_generations", TASKS[task].training["num_generations"])
 
 
@@ -177,7 +177,7 @@ def train(run: Run, url: str | None = None) -> dict[str, Any]:
 
 
 def compared(own: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
-    """A run against plain GRPO's of the same seed; NaN where it never had plain's final accuracy."""
+    """Compare a run with plain GRPO's of the same seed; NaN where it never had plain's final accuracy."""
     mine, theirs = (smooth([point["accuracy"] for point in run["curve"]]) for run in (own, plain))
     last = min(len(mine), len(theirs)) - 1
     found = {
@@ -194,7 +194,7 @@ def compared(own: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A table for each task: mean and range over the seeds."""
+    """Return a table for each task: mean and range over the seeds."""
     columns = {
         "points": ("points after as many steps", "{:+.1f}"),
         "seconds_a_step": ("seconds × of a step", "{:.2f}"),
@@ -232,7 +232,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.real_server`."""
+    """Run `python -m benchmarks.real_server`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_server", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=list(TASKS), default="words")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

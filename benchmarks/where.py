@@ -61,7 +61,7 @@ class Point:
 
 
 def dead_share(base: Curve, curves: Sequence[Curve]) -> float:
-    """Share of dead groups of a run of plain GRPO; where it was not counted, that of `exact`, which makes the same steps; else NaN."""
+    """Return the share of dead groups of a run of plain GRPO; where it was not counted, that of `exact`, which makes the same steps; else NaN."""
     same = [curve for curve, own in pairs(curves, "exact", BASELINE) if own is base and curve.shape == base.shape]
     for curve in (base, *same):
         spent = curve.at("steps", base.costs["steps"][-1])
@@ -71,7 +71,7 @@ def dead_share(base: Curve, curves: Sequence[Curve]) -> float:
 
 
 def points(results: Path) -> list[Point]:
-    """All runs of all folders of kept results that can be compared, except for controls."""
+    """Return all runs of all folders of kept results that can be compared, except for controls."""
     found = []
     for file in sorted(results.glob(f"*/{RESULTS_FILE}")):
         if "settings" not in json.loads(file.read_text(encoding="utf-8").partition("\n")[0]):
@@ -91,7 +91,7 @@ def points(results: Path) -> list[Point]:
 
 
 def sample_of(dead: float, mean: float, seed: int = 0) -> GroupSample | None:
-    """Prompts whose pass rates have a Beta distribution of this mean, and groups of eight this share of dead ones; `None` if there is none."""
+    """Return the prompts whose pass rates have a Beta distribution of this mean, and groups of eight this share of dead ones; `None` if there is none."""
 
     def error(log: float) -> float:
         a, b = np.array([np.exp(log) * mean]), np.array([np.exp(log) * (1.0 - mean)])
@@ -116,7 +116,7 @@ def sample_of(dead: float, mean: float, seed: int = 0) -> GroupSample | None:
 
 
 def predicted(dead: float, mean: float) -> dict[str, tuple[float, float]] | None:
-    """Completions × and FLOPs × of `exact` and of the gate after as many steps, by the forecast's model."""
+    """Return the completions × and FLOPs × of `exact` and of the gate after as many steps, by the forecast's model."""
     sample = sample_of(dead, mean)
     if sample is None:
         return None
@@ -177,7 +177,7 @@ def draw(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str,
 
 
 def report(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str, tuple[float, float]]]]]) -> str:
-    """The picture's points, those of a folder and strategy in one row, and its lines."""
+    """Return the picture's points, those of a folder and strategy in one row, and its lines."""
     rows = []
     for kept, strategy, shape in dict.fromkeys((point.kept, point.strategy, point.shape) for point in found):
         own = [point for point in found if (point.kept, point.strategy, point.shape) == (kept, strategy, shape)]
@@ -218,7 +218,7 @@ def report(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[st
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.where`."""
+    """Run `python -m benchmarks.where`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.where", description=__doc__.strip().splitlines()[0])
     parser.add_argument(
         "--results", type=Path, default=forecasts.KEPT, help="folders of kept results; default: benchmarks/results"
