@@ -39,7 +39,7 @@ _LIBRARIES = ("lze-trl", "trl", "transformers", "torch", "accelerate", "datasets
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, threads and GPU of this machine."""
+    """Return the processor, cores, threads and GPU of this machine."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Versions of the libraries, machine and date of a result."""
+    """Return the versions of the libraries, machine and date of a result."""
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
         "machine": machine(),
@@ -65,7 +65,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def has_spent_the_budget(meter: Meter, cost: TokenCost, settings: RunSettings) -> bool:
-    """Whether a run has cost what the baseline's steps would, with completions as long as this run's."""
+    """Say whether a run has cost what the baseline's steps would, with completions as long as this run's."""
     rows = settings.training["generation_batch_size"] * settings.steps
     tokens = rows * meter.tokens["rollout"] / meter.rows_rolled_out
     return meter.flops(cost)["total"] >= tokens * (cost.forward + cost.train)
@@ -128,7 +128,7 @@ class Recorder(TrainerCallback):
 
 
 def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, str]], folder: Path) -> GRPOTrainer:
-    """The metered trainer of a run: TRL's own for the baseline."""
+    """Return the metered trainer of a run: TRL's own for the baseline."""
     shared = settings.training | {
         "output_dir": str(folder / "trainer"),
         "learning_rate": settings.learning_rate,
@@ -160,7 +160,7 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
 
 
 def of_prompts(training: dict[str, Any], times: float) -> dict[str, int]:
-    """Batch settings with so many times the prompts in a step, in micro-batches of at most the same size."""
+    """Return the batch settings with so many times the prompts in a step, in micro-batches of at most the same size."""
     rows = round(times * training["generation_batch_size"])
     passes = max(1, round(times * training["gradient_accumulation_steps"]))
     return {
@@ -171,7 +171,7 @@ def of_prompts(training: dict[str, Any], times: float) -> dict[str, int]:
 
 
 def source() -> str:
-    """Hash of the code that a run depends on: of what is imported when it begins."""
+    """Return the hash of the code that a run depends on: of what is imported when it begins."""
     files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
     return content_hash(*sorted(path for path in files if any(folder in path.parents for folder in _SOURCES)))
 
@@ -225,7 +225,7 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1)
 
 
 def main(job_file: str):
-    """Entry point: make the run that a job file describes."""
+    """Make the run that a job file describes."""
     path = Path(job_file)
     job = json.loads(path.read_text(encoding="utf-8"))
     files = TaskFiles(**{name: Path(value) for name, value in job["files"].items()})
