@@ -190,7 +190,7 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
 # ---- The files of transformers, accelerate and DeepSpeed ----
 
 _WEIGHTS = [f"{name}.{kind}" for name in ("model", "pytorch_model") for kind in ("safetensors", "bin", "*.index.json")]
-_FILES = {  # of which a checkpoint has one: whole or in shards; of LoRA, with several adapters, of FSDP, of DeepSpeed
+_FILES = {  # a checkpoint has one of each kind: whole or in shards, of LoRA, of FSDP, or of DeepSpeed (`latest`)
     "model": (*_WEIGHTS, "adapter_model.*", "*/adapter_model.*", "pytorch_model_fsdp*", "latest"),
     "optimizer": ("optimizer.*", "optimizer_*", "latest"),
     "learning rate schedule": ("scheduler.pt", "latest"),
@@ -199,8 +199,8 @@ _FILES = {  # of which a checkpoint has one: whole or in shards; of LoRA, with s
 
 def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
     """
-    Raise a [`CheckpointError`] if a checkpoint of some processes lacks a file that a resume needs, or has a part of one, which sizes
-    and tables of contents tell. `rows` are the names of those with the rows of a generation batch that is in use.
+    Raise a [`CheckpointError`] if a checkpoint of some processes lacks a file that a resume needs, or if one is cut off. `rows` names
+    the files with the rows of an unfinished generation batch.
     """
     ranks = [""] if num_processes == 1 else [f"_{rank}" for rank in range(num_processes)]
     wanted = _FILES | {f"random numbers (`rng_state{rank}.pth`)": (f"rng_state{rank}.pth",) for rank in ranks}
@@ -209,42 +209,18 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
     for index in checkpoint.glob("*.index.json"):
         shards = set(_parsed(index, index.read_bytes(), json.loads)["weight_map"].values())
         missing += sorted(f"`{name}`" for name in shards if not (checkpoint / name).is_file())
-    if (latest := checkpoint / "latest").is_file():  # names the folder of DeepSpeed
-        own = checkpoint / latest.read_text().strip()
-        counts = {len(list(own.glob(f"*zero_pp_rank_*_{kind}_states.pt"))) for kind in ("model", "optim")}
-        if counts - {0, num_processes} or not any(own.glob("*model_states.pt")):  # 0 where ZeRO shards none
-            missing.append(f"`{own.name}`, or states of some of its {num_processes} processes")
-    for folder in checkpoint.glob("*_[0-9]*/"):  # of `torch.distributed.checkpoint`, which writes `.metadata` last
-        parts = [next(folder.glob(name), None) for name in ("*.distcp", ".metadata")]
-        if parts.count(None) == 1:
-            missing.append(f"part of `{folder.name}`")
     if missing:
-        alone = "model" not in missing and "optimizer" in missing
-        why = ", as with `save_only_model`" if alone else ""
+        only_model = "model" not in missing and "optimizer" in missing
+        why = ", as with `save_only_model`" if only_model else ""
         raise CheckpointError(f"it lacks its {', '.join(missing)}{why}")
     for path in checkpoint.rglob("*"):
-        if path.suffix in (".safetensors", f".{ARRAYS}", ".bin", ".pt", ".pth", ".distcp"):
-            _refuse_cut_off(path)
-
-
-_ZIP_END = 22  # bytes of the record at the end of a zip, as PyTorch writes them
-
-
-def _refuse_cut_off(path: Path):
-    try:
         if path.suffix in (".safetensors", f".{ARRAYS}"):
-            with safe_open(path, "numpy"):  # compares the size with the header
-                return
-        with open(path, "rb") as file:
-            begin = file.read(2)
-            file.seek(max(0, path.stat().st_size - _ZIP_END))
-            end = file.read()
-        if len(begin) < 2 or begin == b"\0\0" or (begin == b"PK" and not end.startswith(b"PK\5\6")):
+            try:
+                safe_open(path, "numpy")  # compares the size with the header
+            except SafetensorError as error:
+                raise CheckpointError(f"`{path}` is cut off ({error})") from error
+        elif path.suffix in (".bin", ".pt", ".pth") and not zipfile.is_zipfile(path):  # as PyTorch writes them
             raise CheckpointError(f"`{path}` is empty or cut off")
-        if begin == b"PK":
-            zipfile.ZipFile(path).close()
-    except (SafetensorError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"`{path}` is cut off ({error})") from error
 
 
 # ---- The run that wrote a checkpoint ----
