@@ -1,4 +1,4 @@
-"""The way of one generation batch: plan → roll out → score → remember → select → pack."""
+"""The life of a generation batch: plan → roll out → score → remember → select → pack."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +27,8 @@ from .seeding import keyed_rng
 from .select.selectors import Selector, choose_groups, quota
 
 
-SHOWN = ("input", "completion")
-"""Held columns that are shown and recorded, and not trained on."""
+RECORDED_ONLY = ("input", "completion")
+"""Held columns that are recorded and shown, but not trained on."""
 
 
 @dataclass(eq=False)
@@ -45,53 +45,60 @@ class GenerationStep:
     ledger: Ledger
     recorder: Recorder
     accelerator: Accelerator
-    instruction: Any = None  # supplies further prompts, if the training set grows: `lze_trl.selfplay.online`
-    by_value: ByValue | None = None  # tells what becomes of completions by columns of the data
+    instruction: Any = None  # writes further prompts in self-play: `lze_trl.selfplay.online.OnlineInstruction`
+    by_value: ByValue | None = None  # breaks metrics down by columns of the data
 
     def __post_init__(self):
-        self.generation = 0  # generation batches so far
+        self.generation = 0  # generation batches handed out so far
         self.micro_step = 0  # calls of `training_step` so far
-        self.batch: Any = None  # the last `Batch`, as it is trained on
+        self.batch: Any = None  # the `Batch` that is trained on
         self.window = Window()  # the optimizer step under way
         self.advice = Advice(self.args, self.recorder.reward_names)
-        self._in_use = False  # whether the next optimizer step goes on with the batch
-        self._ahead: Pending | None = None  # the next batch, while servers work on it
-        self._place: dict[str, Any] = {}  # in the data before it
-        self._ready: Batch | None = None  # the next batch, finished before its time
+        self._batch_unfinished = False  # whether the next optimizer step goes on with `batch`
+        self._prefetching: Pending | None = None  # the next batch, while servers work on it
+        self._position_before: dict[str, Any] = {}  # position in the data before that batch
+        self._prefetched: Batch | None = None  # the next batch, already complete
+
+    @property
+    def _micro_steps_per_batch(self) -> int:
+        return self.args.steps_per_generation * self.args.num_iterations
 
     @property
     def mid_batch(self) -> bool:
         """Whether the next micro-step goes on with the generation batch of the last one."""
-        return self.micro_step % (self.args.steps_per_generation * self.args.num_iterations) != 0
+        return self.micro_step % self._micro_steps_per_batch != 0
 
     def training_begins(self):
-        """A training begins: forget the optimizer step and the generation batch in which one before it has ended."""
+        """Reset before a new `train()` call: drop any partial optimizer step and batch of the previous one."""
         if self.passes.training_begins():
-            self.generation, self._ready = self.batches_made, None
+            self.generation = self.batches_made
+            self._prefetched = None
         self.window = Window()
-        self.batch, self.micro_step, self._in_use = None, 0, False
+        self.batch = None
+        self.micro_step = 0
+        self._batch_unfinished = False
 
     @property
     def batches_made(self) -> int:
-        """Generation batches so far, with the next one if it is finished already."""
-        return self.generation + (self._ready is not None)
+        """Number of generation batches so far, including a prefetched one."""
+        return self.generation + (self._prefetched is not None)
 
     def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
-        """Make the generation batch of this micro-step, unless it is still in use."""
+        """Make the generation batch of this micro-step, unless the last one still has rows to train on."""
         if self.batch is None or not self.mid_batch:
-            self.batch = self._next(inputs, engine) if self._ready is None else self._ready
-            self._ready = None
+            self.batch = self._next_batch(inputs, engine) if self._prefetched is None else self._prefetched
+            self._prefetched = None
             self.generation += 1
-        if self.args.overlap == "one_step" and self._ahead is None and self._is_last_step(engine):
-            self._start_next(engine)
+        if self.args.overlap == "one_step" and self._prefetching is None and self._is_last_step(engine):
+            self._start_prefetch(engine)
 
     def _is_last_step(self, engine: Engine) -> bool:
         """
-        Whether the optimizer step under way is the last one of the generation batch, and the training goes on after the batch. The next
-        batch is begun here: earlier, it would be older than one step, and an evaluation would have to finish it before its time.
+        Tell whether the optimizer step under way is the last one on this generation batch, and training goes on after it. The next
+        batch is prefetched then. Begun earlier, its weights would be older than one step, and an evaluation would have to finish it early.
         """
-        micro_steps = self.args.steps_per_generation * self.args.num_iterations
-        end = self.window.micro_steps + micro_steps - self.micro_step % micro_steps  # in the optimizer step under way
+        micro_steps_left = self._micro_steps_per_batch - self.micro_step % self._micro_steps_per_batch
+        end = self.window.micro_steps + micro_steps_left  # of the batch, counted from the begin of the optimizer step
         accumulation = self.args.gradient_accumulation_steps
         return end <= accumulation and engine.optimizer_step + end / accumulation < engine.max_steps
 
@@ -102,39 +109,40 @@ class GenerationStep:
         with self.ledger.timed("rollout"):
             return self.rounds.begin(plan, engine, self.generation)
 
-    def _start_next(self, engine: Engine):
-        """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
-        self._place = self.passes.stream.state_dict()
+    def _start_prefetch(self, engine: Engine):
+        """Let servers generate the next batch with the current weights while this one is trained on."""
+        self._position_before = self.passes.stream.state_dict()
         pending = self._begin([], engine)
         if pending.request is not None:
             with self.ledger.timed("rollout"):
                 engine.start(pending.request, pending.ahead)
-        self._ahead = pending  # the servers now have the weights by which it is to be finished
+        self._prefetching = pending  # the servers now have the weights with which it is to be finished
 
     def give_up(self, engine: Engine):
-        """The training ends: what servers work on is not wanted."""
-        if self._ahead is not None:
-            self.ledger.rows_given_up += int(self._ahead.counts.sum())
-            self._ahead = None
-            self.passes.stream.load_state_dict(self._place)  # its prompts are those of the next batch
+        """Cancel the prefetched batch at the end of the training; its prompts come again in the next one."""
+        if self._prefetching is not None:
+            self.ledger.rows_given_up += int(self._prefetching.counts.sum())
+            self._prefetching = None
+            self.passes.stream.load_state_dict(self._position_before)
             engine.rounds_ended()
 
     def drain(self, engine: Engine):
-        """Finish the batch that servers work on: before their weights change, and before a checkpoint."""
-        if self._ahead is not None:
-            self._ready = self._next([], engine)
+        """Finish the batch that servers work on, before their weights change and before a checkpoint."""
+        if self._prefetching is not None:
+            self._prefetched = self._next_batch([], engine)
 
     def take_passes(self, passes: Passes):
-        """Plan over other prompts from here on: a batch of the earlier ones that is finished already is not trained on."""
+        """Switch to a new prompt set; a prefetched batch from the old one is discarded."""
         self.passes = self.rounds.passes = passes
-        self.generation, self._ready = self.batches_made, None
+        self.generation = self.batches_made
+        self._prefetched = None
 
     def has_rows(self) -> bool:
-        """Whether this micro-step has rows."""
+        """Tell whether this micro-step has rows."""
         return self.batch.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
 
     def micro_batch(self) -> dict[str, Any]:
-        """Inputs of this micro-step; without rows, those of another one with weight 0."""
+        """Return the inputs of this micro-step: of one without rows, those of an earlier one with weight 0."""
         if not self.has_rows():
             return dict(self.window.filler)
         args, rank = self.args, self.accelerator.process_index
@@ -147,20 +155,20 @@ class GenerationStep:
         return inputs
 
     def end_window(self, engine: Engine):
-        """End the optimizer step: enter its metrics."""
-        self._in_use = self.mid_batch
+        """Close the optimizer step and log its metrics."""
+        self._batch_unfinished = self.mid_batch
         skipped = self.window.real_steps == 0 and not engine.scales_loss
         self.ledger.skipped_updates += skipped
         if skipped:
             engine.update_was_skipped()
-        ended = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)]}
-        for name, values in {**ended, **self.window.close()}.items():
+        metrics = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)], **self.window.close()}
+        for name, values in metrics.items():
             engine.metrics[name] += values
         self.window = Window()
 
-    def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
-        if self._ahead is not None:
-            pending, self._ahead = self._ahead, None
+    def _next_batch(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
+        if self._prefetching is not None:
+            pending, self._prefetching = self._prefetching, None
             with engine.by_loaded_weights(int(self._rng("ahead").integers(2**62))):
                 return self.finish(pending, engine)
         if self.instruction is not None and (missing := self.passes.missing):
@@ -171,45 +179,55 @@ class GenerationStep:
 
     def finish(self, pending: Pending, engine: Engine) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
-        timed, wanted = self.ledger.timed, quota(self.args.selection_ratio, max(1, pending.plan.num_prompts))
+        timed, plan = self.ledger.timed, pending.plan
+        num_groups_wanted = quota(self.args.selection_ratio, max(1, plan.num_prompts))
         with timed("rollout"):
-            drawn = self.rounds.finish(pending, engine, wanted)
-        self.ledger.visits_skipped += len(pending.plan.skipped)
+            drawn = self.rounds.finish(pending, engine, num_groups_wanted)
+        self.ledger.visits_skipped += len(plan.skipped)
         self.ledger.rows_given_up += pending.rows_given_up
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
-        moved, in_bfloat16 = engine.weights_changed()
-        if not np.isnan(moved):
-            engine.metrics["lze/weights_changed"].append(moved)
+        weight_change, in_bfloat16 = engine.weights_changed()
+        if not np.isnan(weight_change):
+            engine.metrics["lze/weights_changed"].append(weight_change)
         if drawn is None:
-            return self._nothing(pending.plan, engine)
+            return self._empty_batch(plan, engine)
         with timed("selection"):
             forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
-            if self.by_value is not None:
-                unbegun = drawn.facts.get("unbegun", ())
-                others = self.passes.load(unbegun) if len(unbegun) else []
-                drawn.facts["values"] = self.by_value.values_of(drawn, others, self.accelerator.process_index)
+            self._add_values(drawn)
             self.advice.see(
-                drawn, drawn.prompts.cause, forecasts, engine.learning_rate, moved if in_bfloat16 else np.nan
+                drawn,
+                drawn.prompts.cause,
+                forecasts,
+                engine.learning_rate,
+                weight_change if in_bfloat16 else np.nan,
             )
-            chosen = self._select(drawn, wanted)
+            chosen = self._select(drawn, num_groups_wanted)
             weights = ask_keep(self.controller, drawn, self._rng("keep"))
-            # Rows without a loss token, as of truncated completions, only fill micro-batches
-            least = int(self.args.loss_normalizer == "all" and self.args.selector != "all")
-            rows = np.flatnonzero(chosen[drawn.group] & (weights > 0) & (drawn.loss_tokens >= least))
+            # Rows without a loss token, such as masked truncated completions, only fill micro-batches
+            min_loss_tokens = int(self.args.loss_normalizer == "all" and self.args.selector != "all")
+            trained = chosen[drawn.group] & (weights > 0) & (drawn.loss_tokens >= min_loss_tokens)
+            rows = np.flatnonzero(trained)
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
             self.ledger.add(self.args.generation_batch_size, drawn, rows)
-            self._log(pending.plan, drawn, chosen, batch, engine)
-            self._record(pending.plan, engine, drawn, chosen)
+            self._log(plan, drawn, chosen, batch, engine)
+            self._record(plan, engine, drawn, chosen)
         return batch
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return keyed_rng(self.args.seed, self.generation, purpose)
 
+    def _add_values(self, drawn: Batch):
+        """Note the values of the columns in `report_by`, also those of prompts that got no completion."""
+        if self.by_value is not None:
+            unbegun = drawn.facts.get("unbegun", ())
+            rows = self.passes.load(unbegun) if len(unbegun) else []
+            drawn.facts["values"] = self.by_value.values_of(drawn, rows, self.accelerator.process_index)
+
     def _remember(self, drawn: Batch) -> Batch:
-        """Score the groups, remember their prompts, and add what is known of them."""
+        """Score the groups, update the memory of their prompts, and return the batch with what is known of them."""
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
         groups = self.state.visit(drawn, chances)
         self.passes.planner.observe(groups)
@@ -217,60 +235,77 @@ class GenerationStep:
             self.instruction.observe(groups)
         return drawn.with_prompts(**vars(groups), cause=causes(drawn))
 
-    def _select(self, drawn: Batch, wanted: int) -> np.ndarray:
-        """Whether each group is trained on, shape `(P,)`; the update wants K = `wanted` of them."""
+    def _select(self, drawn: Batch, num_groups_wanted: int) -> np.ndarray:
+        """Choose the groups to train on: a mask of shape `(P,)`. K = `num_groups_wanted` of them fill the update."""
         return choose_groups(
             self.selector,
             drawn.prompts,
             np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups),
-            wanted,
+            num_groups_wanted,
             self.controller.fills_update,
             partial(self._rng, "selection"),
         )
 
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: Engine) -> Batch:
-        """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
-        even, packed = not self.passes.by_prompt, self.args.packing and len(rows) > 0
-        counted, layout = self._arrange(drawn, rows, weights[rows])
-        held = {n: v for n, v in drawn.held.items() if n not in SHOWN and not n.startswith("extra.")}
-        chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(counted)), held=held)
+        """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
+        row_weights = self._weigh(drawn, rows, weights[rows])
+        layout = self._lay_out(drawn, rows, row_weights.chunk)
+        held = {n: v for n, v in drawn.held.items() if n not in RECORDED_ONLY and not n.startswith("extra.")}
+        chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(row_weights)), held=held)
         chosen = chosen.moved(layout, self.accelerator)
+        uniform_groups, packed = not self.passes.by_prompt, self.args.packing and len(rows) > 0
         if len(rows):
-            tensors = engine.tensors(drawn, chosen, rows, even, packed)
-        else:  # TRL still logs the rewards of the batch, for which it wants one row
-            one = np.zeros(1, dtype=np.int64)
-            first = {name: values[:1] for name, values in held.items()} | {"row": one}
-            engine.tensors(drawn, replace(chosen, held=first), one, even, packed)
+            tensors = engine.tensors(drawn, chosen, rows, uniform_groups, packed)
+        else:  # TRL still logs the rewards of the batch, for which it needs one row
+            first_row = np.zeros(1, dtype=np.int64)
+            stand_in = {name: values[:1] for name, values in held.items()} | {"row": first_row}
+            engine.tensors(drawn, replace(chosen, held=stand_in), first_row, uniform_groups, packed)
             tensors = {}
         others = {name: values for name, values in chosen.held.items() if name not in TENSOR_SOURCES}
         return replace(chosen, held=others | tensors)
 
-    def _arrange(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray) -> tuple[Weights, Layout]:
-        """What each chosen row weighs in the update, and in which micro-batch it is computed."""
-        geometry, args = self.geometry, self.args
-        over_all, whole, even = args.loss_normalizer == "all", len(rows) == drawn.num_rows, not self.passes.by_prompt
-        each = max(1, drawn.num_rows // geometry.num_processes)
-        slot = drawn.shuffled * args.steps_per_generation // each  # TRL's own, where groups are even
-        if even and (over_all or whole):
-            counted = weights_of_full(slot, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
-            if over_all:  # prompts that were skipped count as dead groups
-                factor = args.generation_batch_size / drawn.num_rows
-                norms = {name: getattr(counted, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
-                counted = counted.with_columns(**norms)
-        elif over_all:
-            mean_tokens = drawn.facts["mean_tokens"]
-            counted = weights_of_part(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
-        else:
-            counted = weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
-        if args.packing:
-            lengths = drawn.prompt_tokens[rows], drawn.completion_tokens[rows]
-            return counted, pack(*lengths, counted.chunk, geometry, drawn.owner[rows])
-        if even and whole:
-            return counted, trl_layout(slot, drawn.owner, drawn.shuffled, geometry)
-        return counted, unpacked(counted.chunk, geometry)
+    def _slots(self, drawn: Batch) -> np.ndarray:
+        """Micro-step of each drawn row in TRL's own layout of groups of one size, shape `(B,)`."""
+        rows_per_process = max(1, drawn.num_rows // self.geometry.num_processes)
+        return drawn.shuffled * self.args.steps_per_generation // rows_per_process
 
-    def _nothing(self, plan: Plan, engine: Engine) -> Batch:
-        """A batch of which pruning, or the controller, has left nothing."""
+    def _weigh(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray) -> Weights:
+        """
+        Compute what each chosen row weighs in the update:
+
+        | `loss_normalizer` | groups | rows chosen | weights |
+        |---|---|---|---|
+        | `"all"` | of one size | any | as in TRL's full batch, in which skipped prompts count as dead groups |
+        | `"selected"` | of one size | all | as in TRL's full batch |
+        | `"all"` | of any size | any | as a part of a full batch of rows of mean length |
+        | `"selected"` | otherwise | | by the chosen rows alone |
+        """
+        geometry, full_rows = self.geometry, self.args.generation_batch_size
+        normalize_over_all, uniform_groups = self.args.loss_normalizer == "all", not self.passes.by_prompt
+        if uniform_groups and (normalize_over_all or len(rows) == drawn.num_rows):
+            slots = self._slots(drawn)
+            row_weights = weights_of_full(slots, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
+            if not normalize_over_all:
+                return row_weights
+            factor = full_rows / drawn.num_rows
+            norms = {name: getattr(row_weights, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
+            return row_weights.with_columns(**norms)
+        if normalize_over_all:
+            return weights_of_part(weights, full_rows, drawn.facts["mean_tokens"], geometry, self._rng("steps"))
+        return weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
+
+    def _lay_out(self, drawn: Batch, rows: np.ndarray, chunk: np.ndarray) -> Layout:
+        """Lay the chosen rows out: packed; else as TRL does, where the batch is TRL's own; else in all micro-steps of their chunk."""
+        if self.args.packing:
+            return pack(
+                drawn.prompt_tokens[rows], drawn.completion_tokens[rows], chunk, self.geometry, drawn.owner[rows]
+            )
+        if not self.passes.by_prompt and len(rows) == drawn.num_rows:
+            return trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
+        return unpacked(chunk, self.geometry)
+
+    def _empty_batch(self, plan: Plan, engine: Engine) -> Batch:
+        """Make a batch without rows, where pruning or the controller has left none."""
         self.ledger.add(self.args.generation_batch_size)
         self._record(plan, engine)
         return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
@@ -282,11 +317,11 @@ class GenerationStep:
         if (sample := drawn.facts.get("uniform")) is not None:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
-            metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing tells of the stopped groups
+            metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing is known of the stopped groups
         metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.state.unseen is not None:
-            planned = len(plan.rows) or plan.num_prompts  # with the prompts that have joined late
+            planned = len(plan.rows) or plan.num_prompts  # and the prompts that were added in later rounds
             metrics |= self.state.unseen.metrics() | {"not_begun_share": 1.0 - len(groups) / planned}
         if self.instruction is not None:
             metrics |= self.instruction.metrics()
@@ -331,9 +366,9 @@ class GenerationStep:
     # ---- Checkpoints ----
 
     def parts(self) -> dict[str, Any]:
-        """Parts with a memory that is the same on every process, by the name that they have in a checkpoint."""
-        written = {} if self.instruction is None else {"instruction": self.instruction}
-        return written | {  # the passes are over what was written
+        """Return the parts with a memory, which is the same on every process, by their names in a checkpoint."""
+        writer = {} if self.instruction is None else {"instruction": self.instruction}
+        return writer | {  # first, because the passes are over the prompts that it has written
             "batches": self,
             **self.state.parts(),
             "guard": self.rounds.guard,
@@ -345,24 +380,25 @@ class GenerationStep:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters. Rows are saved apart, see [`rows_left`]."""
-        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
+        """Return the counters. Rows are saved separately, see [`rows_left`]."""
+        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._batch_unfinished}
 
     def load_state_dict(self, state: dict[str, Any]):
-        """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
-        self.generation, self._in_use = state["generation"], state["in_use"]
-        # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
-        self.micro_step = state["micro_step"] if self._in_use else 0
-        self.batch = self._ahead = self._ready = None
+        """Continue from the counters of a checkpoint, without its rows; an interrupted training's batches are dropped."""
+        self.generation = state["generation"]
+        self._batch_unfinished = state["in_use"]
+        # Restart the count at a batch boundary, in case this run uses a different number of micro-steps per batch
+        self.micro_step = state["micro_step"] if self._batch_unfinished else 0
+        self.batch = self._prefetching = self._prefetched = None
         self.window = Window()
 
     def rows_left(self) -> dict[str, Batch]:
-        """Batches whose rows are still to be trained on, none after most: the one in use, and the next one."""
-        batches = {"rows": self.batch if self._in_use else None, "ready": self._ready}
+        """Return the unfinished batches to save in a checkpoint: the current and the prefetched one. Usually empty."""
+        batches = {"rows": self.batch if self._batch_unfinished else None, "ready": self._prefetched}
         return {name: batch for name, batch in batches.items() if batch is not None}
 
     def load_rows(self, states: dict[str, dict[str, Any]]):
         """Continue with the batches of [`rows_left`]."""
         for name, state in states.items():
             batch = Batch.from_state(state, Layout.from_state, self.accelerator.device)
-            setattr(self, {"rows": "batch", "ready": "_ready"}[name], batch)
+            setattr(self, {"rows": "batch", "ready": "_prefetched"}[name], batch)
