@@ -34,9 +34,9 @@ from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardNotes, checked, is_plain_function
+from .rollout.group_rewards import settle, with_columns
+from .rollout.reward_checks import RewardNotes, checked, is_plain_function
 from .rollout.rounds import BALLOTS
-from .rollout.settling import settle, with_columns
 from .rollout.signals import total_rewards
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
@@ -320,13 +320,12 @@ class Engine:
     def scored_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
         """
         What some reward functions give the completion at a row of each process without any other, shape `(W, U)`. What they log is
-        dropped, and they may fail.
+        dropped.
         """
         trainer = self._trainer
         names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
         changes: dict[str, Any] = {name: [getattr(trainer, name)[column] for column in columns] for name in names}
-        named = zip(changes["reward_funcs"], changes["reward_func_names"], strict=True)
-        changes |= {"reward_funcs": [checked(*func, may_fail=True) for func in named], "reward_notes": RewardNotes()}
+        changes["reward_notes"] = RewardNotes()
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
         trainer.answers.see([held["completion_ids"][row]], [held["prompt_ids"][row]])
@@ -370,22 +369,20 @@ class Engine:
         if self.over_http:
             self._trainer.vllm_generation.give_up()
 
-    def forget_rounds(self, count: int, noted: bool = False):
-        """Drop TRL's metrics of the last rounds of a batch; with `noted`, also what reward functions have logged of the batch."""
+    def forget_rounds(self, count: int):
+        """Drop TRL's metrics of the last rounds of a batch."""
         for name, values in self.metrics.items():
             if name.startswith(("completions/", "tools/")):
                 del values[len(values) - count :]
-        if noted:
-            self._trainer.reward_notes.take_metrics()
 
     def finish(
-        self, request: Request, foresight: Any = None, may_fail: Sequence[int] = ()
+        self, request: Request, foresight: Any = None
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
         Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
-        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. The reward functions at some columns
-        `may_fail`. Rows that are not wanted are among them; reward functions and TRL's metrics do not see them.
+        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. Rows that are not wanted are among
+        them; reward functions and TRL's metrics do not see them.
         """
         trainer, (inputs, _, _), surplus = self._trainer, request, self._surplus(request)
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
@@ -401,11 +398,7 @@ class Engine:
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         answers = trainer.answers
         answers.see(completion_ids, prompt_ids, surplus)
-        funcs = list(trainer.reward_funcs)
-        for column in may_fail:
-            funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
-        with altered(trainer, reward_funcs=funcs) as view:
-            rewards = view._calculate_rewards(inputs, prompts, completions, completion_ids)
+        rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
             trainer.episodes.observe(ids, prompts, of_episodes)

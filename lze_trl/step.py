@@ -184,7 +184,6 @@ class GenerationStep:
         with timed("rollout"):
             drawn = self.rounds.finish(pending, engine, num_groups_wanted)
         self.ledger.visits_skipped += len(plan.skipped)
-        self.ledger.rows_given_up += pending.rows_given_up
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         weight_change, in_bfloat16 = engine.weights_changed()
         if not np.isnan(weight_change):
@@ -372,7 +371,6 @@ class GenerationStep:
             "batches": self,
             **self.state.parts(),
             "guard": self.rounds.guard,
-            "comparing": self.rounds.comparing,
             "passes": self.passes.stream,
             "advice": self.advice,
             "ledger": self.ledger,

@@ -44,9 +44,9 @@ from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, guarded
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardError, RewardNotes, checked, of_all
+from .rollout.group_rewards import GroupReward, reader
+from .rollout.reward_checks import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
-from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
 from .signals import SIGNALS, Interrupted
 from .step import GenerationStep

@@ -37,7 +37,7 @@ from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.record import open_run
 from lze_trl.rollout.episodes import EpisodeError, Episodes, guarded
-from lze_trl.rollout.guard import checked
+from lze_trl.rollout.reward_checks import checked
 from test_laws import distance
 from tiny import history
 

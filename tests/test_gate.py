@@ -11,7 +11,7 @@ from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
 from lze_trl.rollout.controllers import Gate, ask
-from lze_trl.rollout.payoff import GateGuard, gated
+from lze_trl.rollout.gate_guard import GateGuard, gated
 from samples import NAN, prompts_of, rollouts, sampled
 
 

@@ -14,7 +14,7 @@ from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..names import imported
 from ..rewards import accuracy_reward, get_reward
-from ..rollout.settling import GroupReward
+from ..rollout.group_rewards import GroupReward
 from ..selfplay.online import Instruction
 from ..selfplay.writer import Seeds
 from . import RecipeError

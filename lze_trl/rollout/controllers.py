@@ -165,7 +165,7 @@ class Gate(RolloutController):
     every, completion passes, the first one of a live group looks like that of a dead one.
 
     A share `control` of the prompts is drawn whole, whatever is forecast. They are among those that are drawn at random, and tell
-    [`~lze_trl.rollout.payoff.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
+    [`~lze_trl.rollout.gate_guard.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
     """
 
     by_group, fills_update = True, False

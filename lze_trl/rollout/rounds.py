@@ -6,7 +6,8 @@ Rolling out a plan: as many completions for each prompt as the controller asks f
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +25,8 @@ from .ahead import LookAhead
 from .comparing import Comparing
 from .controllers import Gate, RolloutController, ask, ask_more
 from .estimates import mean_over_full_batch, represented, uniform_sample
-from .payoff import GateGuard, gated
-from .settling import settle, unsettled, with_columns
+from .gate_guard import GateGuard, gated
+from .group_rewards import settle, unsettled, with_columns
 from .signals import signals, total_rewards
 
 
@@ -33,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 100
 """A controller that asks for more rounds than this does not end."""
+
+WHOLE_GROUPS = (
+    "If it compares completions, set `compares_completions = True` on it and draw whole groups, as `strategy='exact'` and `'dapo'` do. If "
+    "the score of a completion depends on that completion alone, and perhaps on chance, set `compares_completions = False`."
+)
 
 BALLOTS = "ballots."
 """Held columns with what group rewards have read of each completion, by the column of the reward function."""
@@ -52,7 +58,6 @@ class Pending:
     owner: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (B,): process of each completion
     round: int = 0
     in_parts: bool = False  # whether the round under way brings a process a part of a group
-    rows_given_up: int = 0  # completions that were drawn in vain
     evened_out: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))  # surplus completions, tokens
     # Prompt columns. `joined`: round in which the prompt was first planned; `given`: completions in round 0; `first`: in the prompt's own
     # first round; `begun` and `finished`: chances, see `RolloutController.chances`, of that round and of a later one
@@ -113,19 +118,13 @@ class Rounds:
         wants K = `wanted` groups.
         """
         parts: list[Batch] = []
-        range_before = copy.copy(self.state.range)
         while pending.request is not None:
             if len(parts) == MAX_ROUNDS:
                 name = type(self.controller).__name__
                 raise ValueError(
                     f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch."
                 )
-            part = self._collect(pending, engine)
-            if part is None:
-                self._begin_again(pending, parts, engine)
-                parts, self.state.range = [], range_before
-                continue
-            parts.append(part)
+            parts.append(self._collect(pending, engine))
             if not self.passes.by_prompt:
                 return self._settled(parts[0], engine)
             drawn = self._joined(parts, pending.plan, engine, final=False)
@@ -146,10 +145,10 @@ class Rounds:
         counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
         chances = self.controller.chances(pending.round, prompts, drawn)
         chances = None if chances is None else np.where((counts > 0) | np.isnan(chances), chances, 0.0)
-        if self.comparing.columns:
-            counts, chances = self._whole(counts, drawn, engine), None if pending.round else chances
         pending.ask(counts, chances)
-        pending.in_parts = not self.comparing.columns and self._splits_groups(counts, drawn)
+        pending.in_parts = self._splits_groups(counts, drawn)
+        if pending.in_parts and self.comparing.columns:
+            raise self._needs_whole_groups(self.comparing.columns, "is marked as comparing completions", engine)
         pending.request = pending.ahead = None
         if counts.any():
             rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
@@ -159,7 +158,7 @@ class Rounds:
                 asked = owner * len(inputs) + places(owner)
                 at_once = unit if engine.over_http else 1  # TRL's engines would take surplus rows for those of a group
             pending.request = inputs, at_once, asked
-            if self.controller.by_group and counts.max() == unit and not self.comparing.columns:
+            if self.controller.by_group and counts.max() == unit:
                 reason = engine.waits_for
                 if engine.over_http and reason is None:
                     pending.ahead = LookAhead(self, pending, drawn, engine)
@@ -172,20 +171,12 @@ class Rounds:
             self._told.add(what)
             logger.warning(message, *args)
 
-    def _whole(self, counts: np.ndarray, drawn: Batch, engine: Any) -> np.ndarray:
-        """What a round asks for if a reward compares completions: the whole group of each prompt, in its first round."""
-        whole = np.where((counts > 0) & (drawn.sizes == 0), np.maximum(counts, self.args.num_generations), 0)
-        self.guard.on, self.guard.draws_whole = False, True
-        if (whole != counts).any():
-            self._tell(
-                "whole",
-                "%s compares the completions of a group: every group is drawn whole, in one round, and `%s` saves no completions of "
-                "it. If the score of each completion depends on that completion alone (and perhaps on chance), set "
-                "`compares_completions = False` on the function.",
-                " and ".join(f"`{engine.reward_names[column]}`" for column in self.comparing.columns),
-                type(self.controller).__name__,
-            )
-        return whole
+    def _needs_whole_groups(self, columns: Sequence[int], why: str, engine: Any) -> ValueError:
+        """Return the error that says why some reward functions need whole groups, and what to do."""
+        names = " and ".join(f"`{engine.reward_names[column]}`" for column in columns)
+        return ValueError(
+            f"The reward function {names} {why}, and `{type(self.controller).__name__}` draws groups in parts. {WHOLE_GROUPS}"
+        )
 
     def _splits_groups(self, counts: np.ndarray, drawn: Batch) -> bool:
         """Whether a round has parts of groups: fewer completions than a group has, further ones, or one group on two processes."""
@@ -193,24 +184,19 @@ class Rounds:
         shares = np.flatnonzero(np.diff(self._owners(counts))) + 1
         return bool(parts.any() or not np.isin(shares, counts.cumsum()).all())
 
-    def _compares(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any) -> bool:
-        """Whether a reward function is found to compare completions: some of a round, with `scores` `(B, F)`, are scored alone."""
-        asked = self.comparing.asked(pending.generation)
+    def _check_alone(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any):
+        """Score some completions of a round alone. A `ValueError` if their scores, shape `(B, F)`, were others in the round."""
+        unknown = self.comparing.unknown
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
-        of_processes = [np.flatnonzero(pending.owner == rank) for rank in range(self.accelerator.num_processes)]
-        if (rows := self.comparing.rows(asked, scores, group, of_processes)) is not None:
-            own = places(pending.owner)[rows[:, self.accelerator.process_index]]
-            alone = np.array([engine.scored_alone(held, int(row), asked) for row in own])
-            self.comparing.see(asked, scores[rows][..., asked], alone)
-        return bool(self.comparing.columns)
-
-    def _begin_again(self, pending: Pending, parts: list[Batch], engine: Any):
-        """Give up the rounds of a batch so far, in which a reward that compares completions got parts of groups."""
-        engine.rounds_ended()
-        engine.forget_rounds(len(parts) + 1, noted=True)
-        begun, kept = self.begin(pending.plan, engine, pending.generation), ("step", "evened_out")
-        given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
-        vars(pending).update(vars(begun) | {name: getattr(pending, name) for name in kept}, rows_given_up=given_up)
+        rows_of_processes = [np.flatnonzero(pending.owner == rank) for rank in range(self.accelerator.num_processes)]
+        rows = self.comparing.sampled_rows(unknown, scores, group, rows_of_processes)
+        if rows is None:
+            return
+        own = places(pending.owner)[rows[:, self.accelerator.process_index]]
+        with _whole_groups_suggested():
+            alone = np.array([engine.scored_alone(held, int(row), unknown) for row in own])
+        if failed := self.comparing.check(unknown, scores[rows][..., unknown], alone):
+            raise self._needs_whole_groups(failed, "scores a completion otherwise when it is alone", engine)
 
     def cannot_look_ahead(self, error: Exception):
         """Say once, in words, that a reward function has failed when the next round was looked ahead to."""
@@ -230,13 +216,14 @@ class Rounds:
         known = self.state.prompts(drawn.prompt_ids, drawn).with_columns(joined=pending.joined)
         return self.guard.told(known, lots, begun)
 
-    def _collect(self, pending: Pending, engine: Any) -> Batch | None:
+    def _collect(self, pending: Pending, engine: Any) -> Batch:
         """
-        The completions of a round, judged and known to all processes; `None` if a reward that got parts of groups compares completions.
-        Their scores enter the range of the run, unless they are still to be settled.
+        The completions of a round, judged and known to all processes. Their scores enter the range of the run, unless they are still to
+        be settled.
         """
-        may_fail = self.comparing.asked(pending.generation) if pending.in_parts else []
-        held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead, may_fail)
+        is_checked = pending.in_parts and bool(self.comparing.unknown)
+        with _whole_groups_suggested() if is_checked else nullcontext():
+            held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
         if (asked := pending.request[2]) is not None:  # what evens out the processes ends here: nothing else sees it
@@ -246,8 +233,8 @@ class Rounds:
             columns = {name: values[asked] for name, values in columns.items()}
             rewards_per_func = rewards_per_func[torch.from_numpy(asked).to(rewards_per_func.device)]
         per_func = rewards_per_func.cpu().numpy()
-        if pending.in_parts and self._compares(pending, held, per_func, engine):
-            return None
+        if is_checked:
+            self._check_alone(pending, held, per_func, engine)
         if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
             judged = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
         else:
@@ -384,6 +371,17 @@ class Rounds:
                 self.state.range.bounds[1],
                 no_longer_solved,
             )
+
+
+@contextmanager
+def _whole_groups_suggested() -> Iterator[None]:
+    """Add to the error of a reward function, which got a part of a group, what to do if it needs whole ones."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "__notes__", ()):  # which names the function
+            error.add_note(f"It was called with a part of a group. {WHOLE_GROUPS}")
+        raise
 
 
 def gathered_columns(numbers: dict[str, np.ndarray], accelerator: Accelerator) -> dict[str, np.ndarray]:

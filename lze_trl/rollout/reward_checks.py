@@ -16,7 +16,7 @@ from torch import nn
 
 from .answers import SURPLUS
 from .episodes import failures
-from .settling import GroupReward
+from .group_rewards import GroupReward
 
 
 logger = logging.getLogger(__name__)
@@ -53,22 +53,17 @@ class RewardNotes:
         return taken
 
 
-FAILED = -1e30
-"""Stands for the score of a completion where a reward function that may fail does: no reward is like it."""
-
-
 def checked(
     reward_func: Any,
     name: str,
     notes: RewardNotes | None = None,
     reasons_now: Callable[[Any], Sequence[str | None]] = failures,
-    may_fail: bool = False,
 ) -> Any:
     """
-    A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
-    exception says `name`, or gives every completion `FAILED` if it `may_fail`. A reward model is left as it is. What it logs goes
-    into the `notes`, if they are given, and else to TRL. `reasons_now` says of environments why each completion is left out, as
-    [`failures`] does: the function does not see those.
+    Return a reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and its
+    exceptions say `name`. A reward model is returned as it is. What the function logs goes into the `notes`, if they are given, and
+    else to TRL. `reasons_now` says of environments why each completion is left out, as [`failures`] does: the function does not
+    see those.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
     """
@@ -93,28 +88,24 @@ def checked(
         return given | own, reasons
 
     @contextmanager
-    def noted():
+    def errors_named():
         try:
             yield
         except Exception as error:
             error.add_note(f"Raised by the reward function '{name}'.")
-            if not may_fail:
-                raise
-            logger.info("A part of a group has no score.", exc_info=True)
+            raise
 
     def guarded(*args, **kwargs):
-        with noted():
+        with errors_named():
             given, reasons = arguments(kwargs)
             returned = reward_func(*args, **given) if given["completions"] else []
             return of_all(_scores(returned, name, given), reasons)
-        return [FAILED] * len(kwargs["completions"])
 
     async def guarded_later(*args, **kwargs):
-        with noted():
+        with errors_named():
             given, reasons = arguments(kwargs)
             returned = await reward_func(*args, **given) if given["completions"] else []
             return of_all(_scores(returned, name, given), reasons)
-        return [FAILED] * len(kwargs["completions"])
 
     return guarded_later if is_async(reward_func) else guarded
 

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from lze_trl.batch import Batch
 from lze_trl.rollout.controllers import Gate, ask
-from lze_trl.rollout.payoff import TO_GO_ON, TO_STOP, GateGuard
+from lze_trl.rollout.gate_guard import TO_GO_ON, TO_STOP, GateGuard
 from samples import prompts_of, rollouts
 from test_controllers_training import HALF_DEAD, make, scripted
 from test_gate import SIZE, World
