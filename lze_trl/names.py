@@ -10,6 +10,10 @@ from typing import Any
 import xxhash
 
 
+_MADE_BY = {"runs/demo/": "make demo", "runs/skills/": "python -m benchmarks.skills"}
+"""Commands of the repository that make the models of its recipes, by the beginning of their paths."""
+
+
 def label(value: Any) -> str:
     """
     A value of the data as a part of a name: its text with `_` for blanks and `/`, of a list or dictionary that of its parts. Where more is
@@ -55,6 +59,11 @@ def refuse_missing_model(name: str):
     path = Path(name)
     is_path = path.exists() or name.startswith(("/", "./", "../", "~")) or name.strip("/").count("/") > 1
     if is_path and not path.is_dir():
+        for prefix, command in _MADE_BY.items():
+            if name.removeprefix("./").startswith(prefix):
+                raise FileNotFoundError(
+                    f"There is no model folder `{name}` yet: run `{command}` first, which makes it."
+                )
         folders = [str(other) for other in path.parent.glob("*") if other.is_dir()] if path.parent.is_dir() else []
         raise FileNotFoundError(
             f"There is no model folder `{name}`.{near(name, folders, '`{}`'.format)} Give a folder with a saved model, or "

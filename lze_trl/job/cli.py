@@ -219,15 +219,23 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
         shown = forecast(sample_of_folder(path, namespace.reward))
     else:
         read_recipe(namespace.source)  # a wrong path is reported before the imports
+        _say_that_it_loads()
         from .train import forecast_recipe
 
         shown = forecast_recipe([namespace.source, *flags], namespace.num_prompts)
     sys.stdout.write(f"{shown}\n")
 
 
+def _say_that_it_loads():
+    """Show a sign of life before imports that take many seconds."""
+    sys.stderr.write("Loading libraries, model and data …\n")
+    sys.stderr.flush()
+
+
 def _profile(namespace: argparse.Namespace, flags: list[str]):
     """Roll out every prompt of a recipe's training set, and write the pass rate of each."""
     read_recipe(namespace.recipe)  # a wrong path is reported before the imports
+    _say_that_it_loads()
     from .train import profile_recipe
 
     arguments = [namespace.recipe, *flags, "--output_dir", namespace.output]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 from transformers.hf_argparser import HfArg
-from trl import ModelConfig, TrlParser
+from trl import GRPOConfig, ModelConfig, TrlParser
 
 from ..checks import refuse_contradictions
 from ..config import LZEGRPOConfig
@@ -98,6 +98,8 @@ class LZEScriptArguments:
 RECIPE_CLASSES: Any = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
 KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
 """Every known key of a recipe."""
+_KEYS_OF_LIBRARIES = {field.name for theirs in (GRPOConfig, ModelConfig) for field in fields(theirs)}
+_KEYS_OF_LIBRARIES -= set(LZEGRPOConfig.__annotations__)
 # What libraries take, and say so where they describe it, but not in the type that their parsers read
 _WIDER: dict[str, Any] = dict.fromkeys(("lora_target_modules", "lora_target_parameters"), list[str] | str | None)
 _WIDER |= {"scale_rewards": bool | str | None, "fsdp": bool | str | list[str] | None}
@@ -117,6 +119,13 @@ def parse_recipe(
     return script_args, training_args, model_args
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Leaves out the default `None`: the help says in words what it stands for."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def check_recipe(arguments: Sequence[str]) -> list[str]:
     """
     Refuse unknown keys and flags and values of wrong types, without building the configuration, which would occupy the
@@ -125,8 +134,12 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")
-    parser = TrlParser(RECIPE_CLASSES, allow_abbrev=False, exit_on_error=False, prog="lze-trl train")
-    parser.add_argument("--config", metavar="RECIPE")
+    usage = "lze-trl train RECIPE [--key VALUE ...]"  # argparse would list all keys
+    own = {"allow_abbrev": False, "exit_on_error": False, "usage": usage, "formatter_class": _HelpFormatter}
+    parser = TrlParser(RECIPE_CLASSES, **own)
+    parser.add_argument("--config", metavar="RECIPE", help="A file under recipes/.")
+    # In the help, TRL's keys come after ours
+    parser._optionals._group_actions.sort(key=lambda action: action.dest in _KEYS_OF_LIBRARIES)
     try:
         namespace, unknown = parser.parse_known_args(arguments)
         recipe = read_recipe(namespace.config) if namespace.config else {}
