@@ -63,6 +63,7 @@ CASES = [
     ("train double.yaml", "`seed` is given twice"),
     ("train good.yaml --nope", "`nope`"),
     ("train good.yaml extra", "`extra`"),
+    ("train good.yaml --streak=1", "a setting of `planner_kwargs`"),
     ("train good.yaml --learning_rate", "--learning_rate"),
     ("train good.yaml --learning_rate fast", "--learning_rate"),
     ("train good.yaml --num_generations four", "--num_generations"),
