@@ -63,23 +63,23 @@ class EndOnSignal(TrainerCallback):
     """
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Save and stop, if any process has received a signal."""
+        """Save and stop at the end of this step, if any process has received a signal."""
         if args.enable_jit_checkpoint:
             SIGNALS.note(int(gather(torch.tensor([SIGNALS.received], device=args.device)).max()))
             if SIGNALS.received:
                 control.should_save = control.should_training_stop = True
                 control.should_evaluate = False
-        elif SIGNALS.received:  # whatever has caught what the handler raised
+        elif SIGNALS.received:  # something has caught the exception of the handler
             raise Interrupted(128 + SIGNALS.received)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """Do not write that checkpoint again, nor evaluate it."""
+        """Neither write that checkpoint again nor evaluate it."""
         if SIGNALS.received:
             control.should_save = control.should_evaluate = False
 
 
 class NamedSpace(TrackioCallback):
-    """Makes a Space of what was logged, completions among it, only if one is named; if it fails, the model is uploaded without it."""
+    """Uploads what was logged, completions included, only to a Space that the user names; a failure does not stop the model's upload."""
 
     def on_push_begin(self, args, *others, **kwargs):
         """Upload to the Space, before the model is uploaded."""
@@ -91,13 +91,16 @@ class NamedSpace(TrackioCallback):
 
 
 def _override(cls: type, name: str) -> str | None:
-    """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
-    ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
-    return next((f"{c.__name__}.{name}" for c in ours), None)
+    """Find the override of one of TRL's methods by a class that is neither TRL's nor ours, as `Class.method`."""
+    users = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
+    return next((f"{c.__name__}.{name}" for c in users), None)
 
 
-def _rows_of(dataloader: Any) -> Callable[[], float]:
-    """How many rows a loader gives all processes, without those that fill its last batch: of a stream, those that were read so far."""
+def _row_counter(dataloader: Any) -> Callable[[], float]:
+    """
+    Return a function that counts the rows that a loader gives all processes, without those that fill up its last batch; for a stream, the
+    rows that were read so far.
+    """
     stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # accelerate may have wrapped both
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
     sampler = getattr(batches, "sampler", None)
@@ -113,7 +116,7 @@ def _write_report(run_dir: Path) -> Path:
 class LZEGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] that trains on the groups worth a gradient, by `strategy`: all live ones, or those with the highest
-    Learning-Zone Energy (arXiv 2605.17003); and foresees rollouts that teach nothing.
+    Learning-Zone Energy (arXiv 2605.17003). Some strategies also save rollouts of groups that are likely to be dead.
 
     Takes all arguments of [`~trl.GRPOTrainer`], with an [`LZEGRPOConfig`] as `args`, and those below.
 
@@ -148,10 +151,10 @@ class LZEGRPOTrainer(GRPOTrainer):
     generation_step: GenerationStep
     _evaluated: Evaluated | None = None
     weights_in_vllm: list[int] | None = None
-    """Fingerprint of the weights that vLLM has loaded; `None` if it must load them before it generates."""
+    """Fingerprint of the weights that vLLM has loaded; `None` if it has to load them before it generates."""
 
     resolved: dict[str, Any]
-    """What `pruning` and `deduplicate` are for this training set, also where they are unset in `args`."""
+    """Values of `pruning` and `deduplicate` for this training set, also where `args` leave them unset."""
 
     def __init__(
         self,
@@ -211,7 +214,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             generation = HTTPGeneration(self.model, self.accelerator, Engine(self).tokenizer, args)
             generation.before_sync = lambda: self.generation_step.drain(Engine(self))
-            generation.note, generation.pool.tell = self.answers.note, self._waits
+            generation.note, generation.pool.tell = self.answers.note, self._show_waiting
             Engine(self).connect(generation)
         left_out = ""
         if recurring:
@@ -234,56 +237,52 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
-        pruning = self.resolved["pruning"]
-        self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
-        writes: Any = None
+        self.prompt_state = make_state(args, dataset, rule, planner, self.resolved["pruning"], recurring)
+        prompt_writer: Any = None
         if args.self_play["instruct"]:
             from .selfplay.online import OnlineInstruction
 
-            writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
-        self.passes = self._passes_over(dataset if writes is None else writes.pool, planner, controller)
+            prompt_writer = OnlineInstruction(args, instruction, dataset, self.accelerator)
+        self.passes = self._passes_over(dataset if prompt_writer is None else prompt_writer.pool, planner, controller)
         self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
-        parts = {"selector": (selector, args.make_selector()), "controller": (controller, args.make_controller())}
-        named = {name: type(own).__name__ for name, (own, usual) in parts.items() if type(own) is not type(usual)}
-        config, sets = self.model.config, {"train_prompts": dataset, "held_out_prompts": self.eval_dataset}
-        run = {
-            "num_processes": self.accelerator.num_processes,
-            "model": config._name_or_path or f"{config.model_type}, {number(self.model.num_parameters())} weights",
-            **{
-                name: len(rows)
-                for name, rows in sets.items()
-                if isinstance(rows, Sized) and not isinstance(rows, dict)
-            },
-        }
-        described, comparing = named | run | self.resolved, Comparing(self.reward_funcs)
+        comparing, described = Comparing(self.reward_funcs), self._run_facts(dataset, selector, controller)
         self.generation_step = GenerationStep(
-            args,
-            self.passes,
-            Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator, comparing),
-            controller,
-            self.prompt_state,
-            selector,
-            make_geometry(args, self.accelerator),
-            self.ledger,
-            Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
-            self.accelerator,
-            writes,
-            ByValue(args.report_by, dataset) if args.report_by else None,
+            args=args,
+            passes=self.passes,
+            rounds=Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator, comparing),
+            controller=controller,
+            state=self.prompt_state,
+            selector=selector,
+            geometry=make_geometry(args, self.accelerator),
+            ledger=self.ledger,
+            recorder=Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
+            accelerator=self.accelerator,
+            instruction=prompt_writer,
+            by_value=ByValue(args.report_by, dataset) if args.report_by else None,
         )
 
-    def _waits(self, words: str):
-        """Show what servers are waited for, and with `""` that they are back."""
+    def _run_facts(self, dataset: Any, selector: Selector, controller: RolloutController) -> dict[str, Any]:
+        """Describe the run for its recording, beyond the settings: classes of the user's own, processes, model, sizes of the data."""
+        used = {"selector": selector, "controller": controller}
+        by_settings = {"selector": self.args.make_selector(), "controller": self.args.make_controller()}
+        own = {name: type(part).__name__ for name, part in used.items() if type(part) is not type(by_settings[name])}
+        config, sets = self.model.config, {"train_prompts": dataset, "held_out_prompts": self.eval_dataset}
+        sizes = {name: len(s) for name, s in sets.items() if isinstance(s, Sized) and not isinstance(s, dict)}
+        model = config._name_or_path or f"{config.model_type}, {number(self.model.num_parameters())} weights"
+        return own | {"num_processes": self.accelerator.num_processes, "model": model} | sizes | self.resolved
+
+    def _show_waiting(self, words: str):
+        """Show which servers the training waits for, and with `""` that they are back."""
         if self.is_in_train:
             self.generation_step.recorder.wait(words, self.generation_step.batches_made)
 
     def _passes_over(self, prompts: Any, planner: Planner, controller: RolloutController) -> Passes:
-        """The plans of generation batches over prompts with ids."""
+        """Create the planner of generation batches over prompts with ids."""
         args = self.args
+        # A controller that draws prompts takes them from the stream, also where nothing is pruned
+        from_stream = controller.draws_prompts or args.self_play["instruct"] or args.window > 1
         return Passes(
-            # A controller that draws prompts takes them from the stream, also where nothing is pruned
-            mode="refill"
-            if controller.draws_prompts or args.self_play["instruct"] or args.window > 1
-            else self.resolved["pruning"],
+            mode="refill" if from_stream else self.resolved["pruning"],
             by_prompt=not is_plain(controller, args.num_generations),
             dataset=prompts,
             planner=planner,
@@ -304,8 +303,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def train_dataset(self) -> Dataset | IterableDataset:
         """
-        The training set, with prompt ids. Another one can be assigned between trainings: the next one begins with a pass over it, and
-        what is known of prompts is kept.
+        The training set, with prompt ids. Another one can be assigned between trainings: the next training begins with a pass over it,
+        and what is known of prompts is kept.
         """
         return vars(self)["train_dataset"]
 
@@ -315,7 +314,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         vars(self)["train_dataset"] = self._prepared(dataset) if "generation_step" in vars(self) else dataset
 
     def _prepared(self, dataset: Any) -> Dataset | IterableDataset:
-        """Another training set, with prompt ids, over which the next generation batch is planned."""
+        """Prepare another training set, over which the next generation batch will be planned; returns it with prompt ids."""
         if self.is_in_train:
             raise RuntimeError("`train_dataset` cannot be replaced during a training. Assign it before `train()`.")
         if self.args.self_play["instruct"]:
@@ -340,7 +339,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return dataset
 
     def _fitting(self, dataset: Any, called: str) -> tuple[Any, str]:
-        """A dataset without prompts that are too long for model or servers, and a sentence on them, see [`Context.fitting`]."""
+        """Leave out prompts that are too long for model or servers; returns the others and a sentence, see [`Context.fitting`]."""
         args, lengths = self.args, [context_of(self.model.config)]
         if args.use_vllm:
             generation: Any = self.vllm_generation
@@ -361,7 +360,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return dataset, told
 
     def _used_columns(self, dataset: Any) -> Any:
-        """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""
+        """Return a training set with the columns that `remove_unused_columns` keeps, and its prompt ids."""
         # The names of a stream may be unknown
         if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
@@ -421,7 +420,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             answers.warn(inputs, prompts)
 
-        def enter(column: int, read: list[Any]):
+        def note_ballots(column: int, read: list[Any]):
             ballots[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
 
         def truncated() -> list[bool]:
@@ -429,7 +428,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             return [cut for cut, reason in rows if reason is None]
 
         funcs = [
-            reader(func, partial(enter, i), truncated, self.model.training) if isinstance(func, GroupReward) else func
+            reader(func, partial(note_ballots, i), truncated, self.model.training)
+            if isinstance(func, GroupReward)
+            else func
             for i, func in enumerate(self.reward_funcs)
         ]
         names = self.reward_func_names
@@ -503,8 +504,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     @contextmanager
     def rehearsal(self, **settings: Any) -> Iterator["LZEGRPOTrainer"]:
         """
-        A copy of this trainer with other settings and parts of its own, which have seen nothing. What it rolls out and computes
-        leaves no trace in this one.
+        Yield a copy of this trainer with other `settings` and fresh parts. What it rolls out and computes leaves no trace in this one.
         """
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
@@ -515,9 +515,10 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def forecast(self, num_prompts: int = 128) -> Any:
         """
-        What this training would waste, why, and what each strategy would cost: rolls out some prompts of the training set with
-        `num_generations` completions each, and computes the gradients of one generation batch. The training is not changed:
-        weights, random numbers, memory, and the order of the data stay as they are.
+        Forecast what this training would waste, why, and what the strategies would cost.
+
+        Rolls out some prompts of the training set with `num_generations` completions each, and computes the gradients of one generation
+        batch. The training is not changed: weights, random numbers, memory, and the order of the data stay as they are.
 
         Args:
             num_prompts (`int`, *optional*, defaults to `128`): Prompts to roll out, at least 2.
@@ -536,7 +537,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     # ---- Accounts and records ----
 
     def savings(self) -> dict[str, float]:
-        """Totals of the run, with the FLOPs of the run and of plain GRPO; see [`Ledger`]."""
+        """Return the totals of the run, with the FLOPs of the run and of plain GRPO; see [`Ledger`]."""
         return self.ledger.summary(self._token_cost)
 
     @cached_property
@@ -585,7 +586,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             if isinstance(callback, TrackioCallback):
                 callback.on_train_begin(self.args, self.state, self.control, model=self.model)
         self.generation_step.drain(Engine(self))  # before a schedule-free optimizer puts its averages into the model
-        self._evaluated = Evaluated(_rows_of(dataloader))
+        self._evaluated = Evaluated(_row_counter(dataloader))
         try:
             # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
             with torch.random.fork_rng(devices=[], enabled=self.args.over_http):
@@ -651,7 +652,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     @contextmanager
     def running(self) -> Iterator[None]:
         """
-        A run, whose telemetry says `finished` once the block has ended: a training, by itself or with what is to be written after it.
+        Mark a run, whose telemetry says `finished` once the block has ended: a training, by itself or with what is written after it.
         A signal ends it as Ctrl-C does, and the process with the status 128 + its number.
 
         Raises:
@@ -715,7 +716,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any):
-        # Differs from transformers: one resumed at its end takes no step more, another goes on with the n-th permutation of the seed
+        # Differs from transformers: a run that is resumed at its end takes no further step; pass n has the n-th permutation of the seed
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             if isinstance(stream := self.passes.stream, StreamedRows):  # only we know where its passes end
                 again = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
@@ -736,12 +737,12 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.control.should_training_stop = True
 
     def _save_checkpoint(self, model, trial):
-        # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,
-        # vouches for a checkpoint, after which older ones are deleted
+        # Differs from TRL: adds the memory of our parts, before the other files. The trainer's state is the last file: it marks a
+        # complete checkpoint, after which older ones are deleted
         store.refuse_lost_weights(self.model, self.accelerator, self.state.global_step, self.args.output_dir)
         directory = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
         with store.disk_errors(directory, self.args.output_dir, self.resume_command):
-            if self.args.should_save:  # one that is there already is incomplete from here on
+            if self.args.should_save:  # an existing checkpoint of this step is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
             self.generation_step.drain(Engine(self))
@@ -754,7 +755,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
 
     def _resume(self, checkpoint: str):
-        """Our parts continue from a checkpoint."""
+        """Let our parts continue from a checkpoint."""
         if store.load_parts(checkpoint, self._parts)["mid_batch"]:
             self.generation_step.load_rows(store.load(checkpoint, self._rows_name)[0])
 
@@ -774,9 +775,9 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @property
     def _described(self) -> dict[str, Any]:
-        """What a checkpoint says of this run."""
+        """Settings of this run that a checkpoint records, and a resumed run must share."""
         args, planner, controller = self.args, self.passes.planner, self.generation_step.controller
-        own = type(planner) is not type(args.make_planner())  # an object that was passed to the trainer
+        own = type(planner) is not type(args.make_planner())  # was passed to the trainer
         return {
             "num_processes": args.world_size,
             **{name: vars(args)[name] for name in store.OF_ROWS},
