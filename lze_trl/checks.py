@@ -1,4 +1,4 @@
-"""What cannot be trained is refused once, when the trainer is made; and the defaults that a training set allows."""
+"""Refuse what cannot be trained when the trainer is made, and choose the defaults that depend on the training set."""
 
 import logging
 from typing import Any
@@ -41,9 +41,9 @@ def prepare(
     selector: Selector | None = None,
 ) -> tuple[Dataset | IterableDataset, RolloutController, dict[str, Any]]:
     """
-    Refuse what cannot be trained; `given` are the further arguments of the trainer, and `own_sampler` is the name of a user's
-    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the values of the settings that adapt to
-    the data.
+    Refuse what cannot be trained. `given` holds the further arguments of the trainer, and `own_sampler` names a user's
+    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the values of the settings that depend on the
+    data.
     """
     if not isinstance(args, LZEGRPOConfig):
         raise TypeError(
@@ -84,7 +84,7 @@ def prepare(
 
 
 def refuse_contradictions(args: LZEGRPOConfig):
-    """Refuse settings that do not go together, whatever the data: before anything is loaded."""
+    """Refuse settings that contradict each other whatever the data, before anything is loaded."""
     _refuse(_of_settings(args))
 
 
@@ -137,8 +137,8 @@ def _of_run(
     sampler: str | None,
 ) -> Contradictions:
     """
-    `planner` and `sampler` are the user's own, if any; `ranks` says that a planner was asked for, and `votes` is the
-    name of a reward of whole groups.
+    List what contradicts the data and the objects passed to the trainer. `planner` and `sampler` are the user's own, if any; `ranks` says
+    that the settings or the user name a planner, and `votes` is the name of a reward of whole groups.
     """
     pruning, prunes, aggregation = args.pruning, args.pruning in ("refill", "skip"), args.multi_objective_aggregation
     streamed, readable = isinstance(dataset, IterableDataset), isinstance(dataset, Dataset)
@@ -180,7 +180,7 @@ def _of_run(
 
 
 def refuse_uneven_turns(args: LZEGRPOConfig, accelerator: Accelerator, tools: Any):
-    """Refuse tools where processes have to generate together: those whose completions call fewer tools would be waited for."""
+    """Refuse tools where processes have to generate together: one that calls more tools would wait for the others forever."""
     backend, mode = DistributedBackend(accelerator), args.vllm_mode if args.use_vllm else None
     sharded = mode is None and (backend.is_zero3 or backend.is_fsdp)
     shares = mode == "server" or (mode == "colocate" and args.vllm_tensor_parallel_size > 1)
@@ -196,7 +196,7 @@ def refuse_uneven_turns(args: LZEGRPOConfig, accelerator: Accelerator, tools: An
 
 
 def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer | None):
-    """Refuse a training that would change nothing: no weight is trainable, or the `optimizer` that was passed has none of them."""
+    """Refuse a training that would change no weight: none is trainable, or the `optimizer` that was passed has none of them."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
         adapter = (
@@ -206,7 +206,7 @@ def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer |
             f"No weight of the model is trainable, so a training would change nothing.{adapter} Set `requires_grad=True` for what is to be "
             "trained, or pass a `peft_config`."
         )
-    if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier training
+    if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # made by an earlier training
         return
     if not trained & {id(p) for group in optimizer.param_groups for p in group["params"]}:
         raise ValueError(
@@ -216,7 +216,7 @@ def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def _refuse_unfit_object(name: str, kind: Any, value: Any):
-    """Refuse a name or a class where a strategy of the user's own, given by its argument, is expected."""
+    """Refuse a name or a class where an object of the user's own is expected."""
     if value is None or (not isinstance(value, type) and all(hasattr(value, m) for m in kind.__abstractmethods__)):
         return
     advice = f"Derive your own from `{kind.__name__}`, or leave it unset"
@@ -227,8 +227,8 @@ def _refuse_unfit_object(name: str, kind: Any, value: Any):
 
 def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> Any:
     """
-    Refuse rows without a prompt, which fail in the tokenizer or train on nothing; those of a stream when they come. What an environment
-    or a `rollout_func` among the `given` arguments of the trainer reads is up to these.
+    Refuse rows without a prompt, which would fail in the tokenizer or train on nothing; rows of a stream are checked when they are read.
+    Rows for an environment or a `rollout_func`, among the `given` arguments of the trainer, may hold anything.
     """
     if given.get("environment_factory") or given.get("rollout_func"):
         return dataset
@@ -250,11 +250,11 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> An
     return dataset
 
 
-# ---- What adapts to the data ----
+# ---- Settings that depend on the data ----
 
 
 def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, ranks: bool, sampler: str | None) -> str:
-    """`pruning`, or what this training set, and what else is given, allows if it is unset."""
+    """Return `pruning`, or if it is unset, what the training set and the other arguments allow."""
     if dataset is None:
         logger.warning(
             "There is no `train_dataset`: the environment makes the prompts, and none is recognised when it comes again. Pruning "
@@ -278,7 +278,7 @@ def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, ranks: bool, sampler: s
 def outcome_rule(
     args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
 ) -> OutcomeRule:
-    """What outcomes are made of, by the settings and the reward functions. Reinforce-Ada counts passes."""
+    """Decide how outcomes follow from rewards, by the settings and the reward functions. Reinforce-Ada counts passes."""
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(
             f"`pass_reward={args.pass_reward!r}` is none of the reward functions {names}. Name one of them, or leave it "
@@ -301,10 +301,10 @@ def outcome_rule(
 
 
 def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tuple[Dataset | IterableDataset, bool]:
-    """Training set with prompt ids, once it is known to fill a generation batch, and whether repeats were dropped."""
+    """Add prompt ids to a training set that fills a generation batch, and tell whether repeats were dropped."""
     if not isinstance(rows, (Dataset, IterableDataset)):
-        return rows, False  # TRL says what is wrong with it
-    # Rows that a generation batch needs: none of those that a model is only shown
+        return rows, False  # TRL refuses it
+    # Groups that the rows have to fill: none where the model writes its prompts
     num_groups = 0 if args.self_play["instruct"] else args.generation_batch_size // args.num_generations
     deduplicate = bool(args.deduplicate)
     with args.main_process_first(desc="prompt ids"):
