@@ -121,7 +121,7 @@ def _range(text: str) -> tuple[float, float]:
 
 
 def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Arguments of `accelerate launch` for those of `lze-trl train`, and the accelerate configuration that they name."""
+    """Return the arguments of `accelerate launch` for those of `lze-trl train`, and the named accelerate configuration."""
     command, config = ["--quiet"], {}  # the job reports an error once, and not again by the launcher
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
@@ -134,7 +134,7 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
 
 
 def find_accelerate_config(name: str) -> Path:
-    """File of an accelerate configuration, given by its path or by its name under `accelerate_configs/`."""
+    """Find the file of an accelerate configuration, given by its path or by its name under `accelerate_configs/`."""
     folders = [Path("accelerate_configs"), CHECKOUT / "accelerate_configs"]
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.is_file():
@@ -144,7 +144,7 @@ def find_accelerate_config(name: str) -> Path:
 
 
 def run_accelerate(arguments: Sequence[str]):
-    """Run `accelerate launch`, in a way in which signals reach the training and its exit status comes back."""
+    """Run `accelerate launch` so that signals reach the training and its exit status comes back."""
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -208,7 +208,7 @@ def _app(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _forecast(namespace: argparse.Namespace, flags: list[str]):
-    """Say what a training would waste, why, and what each strategy would cost: of a recipe, a run, or TRL's logs."""
+    """Forecast what a training would waste, why, and what exact, gate and lze would cost: of a recipe, a run, or TRL's logs."""
     path = Path(namespace.source)
     if path.is_dir():
         if flags:

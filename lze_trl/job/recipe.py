@@ -1,4 +1,4 @@
-"""Recipes: a YAML file and flags, read by TRL's parser into the dataclasses of a run."""
+"""Read recipes: a YAML file and flags, by TRL's parser, into the dataclasses of a run."""
 # ruff: noqa: RUF009 - HfArg returns a field
 
 import argparse
@@ -20,7 +20,7 @@ from . import RecipeError, near_names, read_recipe, user_errors
 
 
 def _flag(default: Any = None, help: str = "") -> Any:
-    """A field with its help; a list is the default of a new list."""
+    """Make a field with its help; a default that is a list is copied."""
     given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return HfArg(**given, help=help)
 
@@ -100,7 +100,7 @@ KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe
 """Every known key of a recipe."""
 _KEYS_OF_LIBRARIES = {field.name for theirs in (GRPOConfig, ModelConfig) for field in fields(theirs)}
 _KEYS_OF_LIBRARIES -= set(LZEGRPOConfig.__annotations__)
-# What libraries take, and say so where they describe it, but not in the type that their parsers read
+# Types that libraries document and accept, wider than the annotations that their parsers read
 _WIDER: dict[str, Any] = dict.fromkeys(("lora_target_modules", "lora_target_parameters"), list[str] | str | None)
 _WIDER |= {"scale_rewards": bool | str | None, "fsdp": bool | str | list[str] | None}
 
@@ -162,7 +162,7 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
 
 
 def _refuse_unreadable_mapping(name: str, value: Any):
-    """Refuse a text that is meant as the JSON of a mapping and is none; it may hold a secret, and is not repeated."""
+    """Refuse a text that should be a mapping in JSON and is not. It may hold a secret, so the error does not repeat it."""
     if isinstance(value, str) and (name.endswith("_kwargs") or value.lstrip().startswith("{")):
         try:
             if not isinstance(json.loads(value), dict):
