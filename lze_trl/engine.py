@@ -737,7 +737,9 @@ class Engine:
         if type(schedule).__name__ == "DeepSpeedSchedulerWrapper":  # it steps in DeepSpeed's backward pass
             schedule.scheduler.step()
 
-    def weighted_loss(self, window: Window, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]):
+    def weighted_loss(
+        self, window: Window, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]
+    ) -> torch.Tensor:
         """
         Compute the loss of a micro-batch with the weights that the micro-batch, its rows and their entropies have in the optimizer step.
         `by_trl` computes TRL's loss of the `inputs` with a copy of the trainer. The metrics go to the window, until its end.

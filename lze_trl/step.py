@@ -98,7 +98,8 @@ class GenerationStep:
         batch is prefetched then. Begun earlier, its weights would be older than one step, and an evaluation would have to finish it early.
         """
         micro_steps_left = self._micro_steps_per_batch - self.micro_step % self._micro_steps_per_batch
-        end = self.window.micro_steps + micro_steps_left  # of the batch, counted from the begin of the optimizer step
+        # End of the batch in micro-steps, counted from the begin of the optimizer step
+        end = self.window.micro_steps + micro_steps_left
         accumulation = self.args.gradient_accumulation_steps
         return end <= accumulation and engine.optimizer_step + end / accumulation < engine.max_steps
 
@@ -161,7 +162,8 @@ class GenerationStep:
         self.ledger.skipped_updates += skipped
         if skipped:
             engine.update_was_skipped()
-        metrics = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)], **self.window.close()}
+        metrics = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)]}
+        metrics |= self.window.close()
         for name, values in metrics.items():
             engine.metrics[name] += values
         self.window = Window()

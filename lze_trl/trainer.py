@@ -467,7 +467,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     # ---- The update ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
+        # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its optimizer step have gradients
         # to synchronise
         engine, step, begin = Engine(self), self.generation_step, time.perf_counter()
         engine.training_mode(model)
@@ -585,7 +585,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TrackioCallback):
                 callback.on_train_begin(self.args, self.state, self.control, model=self.model)
-        self.generation_step.drain(Engine(self))  # before a schedule-free optimizer puts its averages into the model
+        # Before a schedule-free optimizer puts its averages into the model
+        self.generation_step.drain(Engine(self))
         self._evaluated = Evaluated(_row_counter(dataloader))
         try:
             # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
