@@ -2,7 +2,7 @@
 The adapter around TRL's private methods: generation, rewards, tensors and loss.
 
 [`~lze_trl.trl_contract`] lists every private name that this package touches. TRL's own code runs on a shallow copy of the trainer in
-which a few attributes differ, see [`altered`]: nothing is changed and put back.
+which a few attributes differ, see [`patched_copy`]: nothing is changed and put back.
 """
 
 import copy
@@ -27,8 +27,8 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from .batch import Batch
 from .memory.identity import ID_COLUMN
 from .names import label
+from .pack.accumulation import Accumulation
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
-from .pack.window import Window
 from .rewards.grading import thinking_prefix
 from .rollout.answers import Answers
 from .rollout.episodes import failures
@@ -56,7 +56,7 @@ TENSOR_SOURCES = (
 
 
 @contextmanager
-def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
+def patched_copy(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     """Yield a shallow copy of the trainer in which some attributes differ. Assignments to any other attribute are copied back."""
     view = object.__new__(type(trainer))  # `copy.copy` would call `__getstate__`, which may omit attributes
     vars(view).update(vars(trainer) | changes)
@@ -70,7 +70,7 @@ def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
+def side_effect_free_copy(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     """
     Yield a copy of the trainer in which some attributes differ, to roll out and compute gradients with. Weights, gradients, metrics,
     counters, environments and the state of random number generators of the trainer stay as they are.
@@ -81,8 +81,8 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     copied = {name: copy.deepcopy(attributes[name]) for name in ("state", "_metrics", "_logs")}
     if pool := attributes.get("_environment_pool"):
         copied["_environment_pool"] = {name: [] for name in pool}
-    accumulation = {"current_gradient_accumulation_steps": args.gradient_accumulation_steps}
-    vars(view).update(attributes | copied | accumulation | changes)
+    own_steps = {"current_gradient_accumulation_steps": args.gradient_accumulation_steps}
+    vars(view).update(attributes | copied | own_steps | changes)
     gradients, training = [parameter.grad for parameter in model.parameters()], model.training
     numpy_state, python_state = np.random.get_state(), random.getstate()
     servers: Any = trainer.vllm_generation if args.over_http else None
@@ -104,7 +104,7 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def hidden(args: Any, **settings: Any) -> Iterator[None]:
+def settings_for_trl(args: Any, **settings: Any) -> Iterator[None]:
     """Replace settings within the block, so that TRL's constructor leaves to this package what the package does itself."""
     before = {name: vars(args)[name] for name in settings}
     vars(args).update(settings)
@@ -145,7 +145,7 @@ class _EpisodeOver:
         """Return no observation."""
 
 
-def as_given(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_internal_columns(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return dataset rows as TRL sees them: without our id column, and without columns of images if no row has any."""
     no_images = () if any(map(images_of, inputs)) else ("image", "images")
     return [{name: value for name, value in row.items() if name not in (ID_COLUMN, *no_images)} for row in inputs]
@@ -158,7 +158,7 @@ def images_of(row: dict[str, Any]) -> list | None:
     return None if row.get("image") is None else [row["image"]]
 
 
-class Engine:
+class TRLAdapter:
     """Stateless wrapper around TRL's generation, rewards, tensors and loss; create one for each call."""
 
     def __init__(self, trainer: GRPOTrainer):
@@ -278,7 +278,7 @@ class Engine:
         return self._trainer.args.over_http
 
     @property
-    def waits_for(self) -> str | None:
+    def why_rounds_are_synchronous(self) -> str | None:
         """Reason why rounds are synchronous and slow, or `None` if they are not."""
         trainer = self._trainer
         if not self.over_http:
@@ -315,7 +315,7 @@ class Engine:
             return rows
         return [row | {"thinking_prefix": prefix} for row, prefix in zip(rows, prefixes, strict=True)]
 
-    def scored(
+    def score_rows(
         self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> torch.Tensor:
         """
@@ -323,7 +323,7 @@ class Engine:
         the functions log is dropped.
         """
         trainer, prompts = self._trainer, [row["prompt"] for row in inputs]
-        rows = self.with_prefixes(as_given(inputs), prompts)
+        rows = self.with_prefixes(without_internal_columns(inputs), prompts)
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
         columns |= {"prompts": prompts, "completion_ids": completion_ids}
         columns["completions"] = self._completions(prompts[0], prompt_ids, completion_ids)
@@ -342,7 +342,7 @@ class Engine:
         texts = self._trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
 
-    def scored_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
+    def score_rows_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
         """
         Score one completion of each process, at a row of its held columns, without any other, by the reward functions at some `columns`.
         Returns shape `(W, len(columns))`. What the functions log is dropped.
@@ -354,12 +354,12 @@ class Engine:
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
         trainer.answers.see([held["completion_ids"][row]], [held["prompt_ids"][row]])
-        with altered(trainer, **changes) as view:
+        with patched_copy(trainer, **changes) as view:
             arguments = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
             return view._calculate_rewards(*arguments).cpu().numpy()
 
-    def start(self, request: Request, foresight: Any = None):
-        """Let servers begin a request with the current weights; [`finish`] then finds it under way."""
+    def prefetch(self, request: Request, foresight: Any = None):
+        """Let servers begin a request with the current weights; [`generate_and_score`] then finds it under way."""
         ahead = self._looking_ahead(foresight, self._surplus(request), begins=True)
         with ahead, suppress(self._trainer.vllm_generation.Begun):
             self._rolled_out(request)
@@ -390,7 +390,7 @@ class Engine:
         rank = self._trainer.accelerator.process_index
         return 0 if wanted is None else len(inputs) - int(np.count_nonzero(wanted // len(inputs) == rank))
 
-    def rounds_ended(self):
+    def cancel_speculative_requests(self):
         """Cancel what servers have begun speculatively, once all completions of a generation batch are there."""
         if self.over_http:
             self._trainer.vllm_generation.give_up()
@@ -401,7 +401,7 @@ class Engine:
             if name.startswith(("completions/", "tools/")):
                 del values[len(values) - count :]
 
-    def finish(
+    def generate_and_score(
         self, request: Request, foresight: Any = None
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
@@ -489,15 +489,15 @@ class Engine:
             return gathered[wanted] if len(gathered) == len(inputs) * accelerator.num_processes else gathered
 
         changes: dict[str, Any] = {} if group_size == trainer.num_generations else {"num_generations": group_size}
-        gathering = nullcontext(accelerator) if wanted is None else altered(accelerator, gather=gather_wanted)
+        gathering = nullcontext(accelerator) if wanted is None else patched_copy(accelerator, gather=gather_wanted)
         try:
-            with gathering as gatherer, altered(trainer, _generate=stop, accelerator=gatherer, **changes) as view:
-                GRPOTrainer._generate_and_score_completions(view, as_given(inputs))
+            with gathering as gatherer, patched_copy(trainer, _generate=stop, accelerator=gatherer, **changes) as view:
+                GRPOTrainer._generate_and_score_completions(view, without_internal_columns(inputs))
         except _RolledOut as rolled_out:
             return rolled_out.args
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
 
-    def generated(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
+    def generate(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
         """
         Generate by TRL's `_generate`, here `by_trl`, which gets a copy of the trainer and prompts. Empty completions are filled in, and TRL's
         metrics of truncated ones follow the word of the engine.
@@ -512,7 +512,7 @@ class Engine:
 
         answers.forget()
         changes = {} if trainer.rollout_func is None else {"rollout_func": roll_out_and_fill}
-        with altered(trainer, **changes) as view:
+        with patched_copy(trainer, **changes) as view:
             prompt_ids, completion_ids, mask, *others = by_trl(view, prompts)
         answers.see(completion_ids, prompt_ids)
         if trainer.use_vllm or trainer.args.generation_kwargs:
@@ -606,7 +606,7 @@ class Engine:
             changes["mask_truncated_completions"] = False
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
-        with altered(trainer, **changes) as view:
+        with patched_copy(trainer, **changes) as view:
             output = GRPOTrainer._generate_and_score_completions(view, inputs)
         if not by_trl:
             self._replace_advantages(drawn, table)
@@ -738,11 +738,11 @@ class Engine:
             schedule.scheduler.step()
 
     def weighted_loss(
-        self, window: Window, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]
+        self, accumulation: Accumulation, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]
     ) -> torch.Tensor:
         """
         Compute the loss of a micro-batch with the weights that the micro-batch, its rows and their entropies have in the optimizer step.
-        `by_trl` computes TRL's loss of the `inputs` with a copy of the trainer. The metrics go to the window, until its end.
+        `by_trl` computes TRL's loss of the `inputs` with a copy of the trainer. The metrics go to the `accumulation`, until its end.
         """
         trainer = self._trainer
         scale, row_share, num_tokens, num_rows = (
@@ -765,11 +765,11 @@ class Engine:
 
             changes["_get_per_token_logps_and_entropies"] = noted_logprobs
         logged_before = {name: len(values) for name, values in self.metrics.items()}
-        with altered(trainer, **changes) as view:
+        with patched_copy(trainer, **changes) as view:
             loss = by_trl(view)
-        accumulation = trainer.current_gradient_accumulation_steps
-        shares = {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation}
-        self._move_metrics(window, logged_before, num_tokens, num_rows, shares)
+        num_micro_steps = trainer.current_gradient_accumulation_steps
+        shares = {"policy_loss": scale / num_micro_steps, "aux_loss": row_share / num_micro_steps}
+        self._move_metrics(accumulation, logged_before, num_tokens, num_rows, shares)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         if weighted_kl:
             loss = loss + trainer.beta * self._excess_kl(inputs, forward_passes[0][0], row_weights, mask)
@@ -777,7 +777,7 @@ class Engine:
         if bonus != 0.0:
             # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch
             excess = scale / mask.sum().clamp(min=1.0) - entropy_weights
-            loss = loss + bonus * (forward_passes[0][1] * mask * excess).sum() / accumulation
+            loss = loss + bonus * (forward_passes[0][1] * mask * excess).sum() / num_micro_steps
         return loss
 
     def _entropy_bonus(self) -> float:
@@ -788,9 +788,14 @@ class Engine:
         return 0.0 if is_off or trainer.top_entropy_quantile != 1.0 else trainer.entropy_coef
 
     def _move_metrics(
-        self, window: Window, lengths: dict[str, int], num_tokens: int, num_rows: int, shares: dict[str, float]
+        self,
+        accumulation: Accumulation,
+        lengths: dict[str, int],
+        num_tokens: int,
+        num_rows: int,
+        shares: dict[str, float],
     ):
-        """Move what TRL has logged of a micro-batch, after the first `lengths` values of each metric, to the window."""
+        """Move what TRL has logged of a micro-batch, after the first `lengths` values of each metric, to the accumulation."""
 
         def weight(name: str) -> int:
             by_rows = self._trainer.importance_sampling_level == "sequence" and "clip_ratio" in name
@@ -804,7 +809,7 @@ class Engine:
                 del values[length:]
             if not values:
                 del self.metrics[name]
-        for name, values in window.add(logged, weight, shares).items():
+        for name, values in accumulation.add(logged, weight, shares).items():
             self.metrics[name] += values
 
     def _excess_kl(
@@ -822,18 +827,19 @@ class Engine:
             if trainer.importance_sampling_level == "sequence":
                 ratio = ((ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
             kl = kl * torch.exp(ratio)
-        excess, accumulation = (weights - 1.0) * kl * mask, trainer.current_gradient_accumulation_steps
+        excess = (weights - 1.0) * kl * mask
+        num_micro_steps = trainer.current_gradient_accumulation_steps
         match trainer.loss_type:
             case "grpo" | "sapo":
-                return (excess.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean() / accumulation
+                return (excess.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean() / num_micro_steps
             case "bnpo":
-                return excess.sum() / mask.sum().clamp(min=1.0) / accumulation
+                return excess.sum() / mask.sum().clamp(min=1.0) / num_micro_steps
             case "dr_grpo":
-                return excess.sum() / (len(excess) * trainer.max_completion_length) / accumulation
+                return excess.sum() / (len(excess) * trainer.max_completion_length) / num_micro_steps
             case "luspo":
-                return excess.sum(-1).mean() / accumulation
+                return excess.sum(-1).mean() / num_micro_steps
         items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        return excess.sum() / (items * accumulation / trainer.args.steps_per_generation)
+        return excess.sum() / (items * num_micro_steps / trainer.args.steps_per_generation)
 
     # ---- Servers and checkpoints ----
 

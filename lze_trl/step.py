@@ -8,12 +8,12 @@ import numpy as np
 from accelerate import Accelerator
 
 from .batch import Batch, Table
-from .engine import TENSOR_SOURCES, Engine
+from .engine import TENSOR_SOURCES, TRLAdapter
 from .memory.state import PromptState
+from .pack.accumulation import Accumulation
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
 from .pack.micro_batch import filler_inputs, micro_batch
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
-from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.advice import Advice
 from .record.by_value import ByValue
@@ -32,7 +32,7 @@ RECORDED_ONLY = ("input", "completion")
 
 
 @dataclass(eq=False)
-class GenerationStep:
+class BatchPipeline:
     """Makes generation batches and hands out their micro-batches."""
 
     args: Any  # `LZEGRPOConfig`
@@ -45,14 +45,14 @@ class GenerationStep:
     ledger: Ledger
     recorder: Recorder
     accelerator: Accelerator
-    instruction: Any = None  # writes further prompts in self-play: `lze_trl.selfplay.online.OnlineInstruction`
+    prompt_writer: Any = None  # writes further prompts in self-play: `lze_trl.selfplay.online.OnlineInstruction`
     by_value: ByValue | None = None  # breaks metrics down by columns of the data
 
     def __post_init__(self):
-        self.generation = 0  # generation batches handed out so far
+        self.batch_index = 0  # generation batches handed out so far
         self.micro_step = 0  # calls of `training_step` so far
         self.batch: Any = None  # the `Batch` that is trained on
-        self.window = Window()  # the optimizer step under way
+        self.accumulation = Accumulation()  # the optimizer step under way
         self.advice = Advice(self.args, self.recorder.reward_names)
         self._batch_unfinished = False  # whether the next optimizer step goes on with `batch`
         self._prefetching: Pending | None = None  # the next batch, while servers work on it
@@ -64,16 +64,16 @@ class GenerationStep:
         return self.args.steps_per_generation * self.args.num_iterations
 
     @property
-    def mid_batch(self) -> bool:
+    def batch_unfinished(self) -> bool:
         """Whether the next micro-step goes on with the generation batch of the last one."""
         return self.micro_step % self._micro_steps_per_batch != 0
 
-    def training_begins(self):
+    def reset_for_training(self):
         """Reset before a new `train()` call: drop any partial optimizer step and batch of the previous one."""
         if self.passes.training_begins():
-            self.generation = self.batches_made
+            self.batch_index = self.batches_made
             self._prefetched = None
-        self.window = Window()
+        self.accumulation = Accumulation()
         self.batch = None
         self.micro_step = 0
         self._batch_unfinished = False
@@ -81,61 +81,61 @@ class GenerationStep:
     @property
     def batches_made(self) -> int:
         """Number of generation batches so far, including a prefetched one."""
-        return self.generation + (self._prefetched is not None)
+        return self.batch_index + (self._prefetched is not None)
 
-    def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
+    def prepare(self, inputs: list[dict[str, Any]], engine: TRLAdapter):
         """Make the generation batch of this micro-step, unless the last one still has rows to train on."""
-        if self.batch is None or not self.mid_batch:
+        if self.batch is None or not self.batch_unfinished:
             self.batch = self._next_batch(inputs, engine) if self._prefetched is None else self._prefetched
             self._prefetched = None
-            self.generation += 1
+            self.batch_index += 1
         if self.args.overlap == "one_step" and self._prefetching is None and self._is_last_step(engine):
             self._start_prefetch(engine)
 
-    def _is_last_step(self, engine: Engine) -> bool:
+    def _is_last_step(self, engine: TRLAdapter) -> bool:
         """
         Tell whether the optimizer step under way is the last one on this generation batch, and training goes on after it. The next
         batch is prefetched then. Begun earlier, its weights would be older than one step, and an evaluation would have to finish it early.
         """
         micro_steps_left = self._micro_steps_per_batch - self.micro_step % self._micro_steps_per_batch
         # End of the batch in micro-steps, counted from the begin of the optimizer step
-        end = self.window.micro_steps + micro_steps_left
+        end = self.accumulation.micro_steps + micro_steps_left
         accumulation = self.args.gradient_accumulation_steps
         return end <= accumulation and engine.optimizer_step + end / accumulation < engine.max_steps
 
-    def _begin(self, inputs: list[dict[str, Any]], engine: Engine) -> Pending:
+    def _begin(self, inputs: list[dict[str, Any]], engine: TRLAdapter) -> Pending:
         """Plan the next batch, and ask for its first completions."""
         with self.ledger.timed("selection"):
             plan = self.passes.plan(inputs)
         with self.ledger.timed("rollout"):
-            return self.rounds.begin(plan, engine, self.generation)
+            return self.rounds.begin(plan, engine, self.batch_index)
 
-    def _start_prefetch(self, engine: Engine):
+    def _start_prefetch(self, engine: TRLAdapter):
         """Let servers generate the next batch with the current weights while this one is trained on."""
         self._position_before = self.passes.stream.state_dict()
         pending = self._begin([], engine)
         if pending.request is not None:
             with self.ledger.timed("rollout"):
-                engine.start(pending.request, pending.ahead)
+                engine.prefetch(pending.request, pending.ahead)
         self._prefetching = pending  # the servers now have the weights with which it is to be finished
 
-    def give_up(self, engine: Engine):
+    def cancel_prefetch(self, engine: TRLAdapter):
         """Cancel the prefetched batch at the end of the training; its prompts come again in the next one."""
         if self._prefetching is not None:
             self.ledger.rows_given_up += int(self._prefetching.counts.sum())
             self._prefetching = None
             self.passes.stream.load_state_dict(self._position_before)
-            engine.rounds_ended()
+            engine.cancel_speculative_requests()
 
-    def drain(self, engine: Engine):
+    def finish_prefetch(self, engine: TRLAdapter):
         """Finish the batch that servers work on, before their weights change and before a checkpoint."""
         if self._prefetching is not None:
             self._prefetched = self._next_batch([], engine)
 
-    def take_passes(self, passes: Passes):
+    def replace_passes(self, passes: Passes):
         """Switch to a new prompt set; a prefetched batch from the old one is discarded."""
         self.passes = self.rounds.passes = passes
-        self.generation = self.batches_made
+        self.batch_index = self.batches_made
         self._prefetched = None
 
     def has_rows(self) -> bool:
@@ -145,41 +145,41 @@ class GenerationStep:
     def micro_batch(self) -> dict[str, Any]:
         """Return the inputs of this micro-step: of one without rows, those of an earlier one with weight 0."""
         if not self.has_rows():
-            return dict(self.window.filler)
+            return dict(self.accumulation.filler)
         args, rank = self.args, self.accelerator.process_index
         slot = self.micro_step % args.steps_per_generation
-        self.window.by_trl &= self.batch.layout.by_trl
+        self.accumulation.by_trl &= self.batch.layout.by_trl
         inputs = micro_batch(
             self.batch, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
         )
-        self.window.filler = filler_inputs(inputs)
+        self.accumulation.filler = filler_inputs(inputs)
         return inputs
 
-    def end_window(self, engine: Engine):
+    def end_optimizer_step(self, engine: TRLAdapter):
         """Close the optimizer step and log its metrics."""
-        self._batch_unfinished = self.mid_batch
-        skipped = self.window.real_steps == 0 and not engine.scales_loss
+        self._batch_unfinished = self.batch_unfinished
+        skipped = self.accumulation.real_steps == 0 and not engine.scales_loss
         self.ledger.skipped_updates += skipped
         if skipped:
             engine.update_was_skipped()
-        metrics = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)]}
-        metrics |= self.window.close()
+        metrics = {"step_time": [self.accumulation.seconds], "lze/skipped_update": [float(skipped)]}
+        metrics |= self.accumulation.close()
         for name, values in metrics.items():
             engine.metrics[name] += values
-        self.window = Window()
+        self.accumulation = Accumulation()
 
-    def _next_batch(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
+    def _next_batch(self, inputs: list[dict[str, Any]], engine: TRLAdapter) -> Batch:
         if self._prefetching is not None:
             pending, self._prefetching = self._prefetching, None
             with engine.by_loaded_weights(int(self._rng("ahead").integers(2**62))):
                 return self.finish(pending, engine)
-        if self.instruction is not None and (missing := self.passes.missing):
+        if self.prompt_writer is not None and (missing := self.passes.missing):
             with self.ledger.timed("rollout"):
-                self.instruction.restock(missing, self.generation, engine.policy)
+                self.prompt_writer.restock(missing, self.batch_index, engine.policy)
                 self.passes.stream.extend()
         return self.finish(self._begin(inputs, engine), engine)
 
-    def finish(self, pending: Pending, engine: Engine) -> Batch:
+    def finish(self, pending: Pending, engine: TRLAdapter) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
         timed, plan = self.ledger.timed, pending.plan
         num_groups_wanted = quota(self.args.selection_ratio, max(1, plan.num_prompts))
@@ -218,7 +218,7 @@ class GenerationStep:
         return batch
 
     def _rng(self, purpose: str) -> np.random.Generator:
-        return keyed_rng(self.args.seed, self.generation, purpose)
+        return keyed_rng(self.args.seed, self.batch_index, purpose)
 
     def _add_values(self, drawn: Batch):
         """Note the values of the columns in `report_by`, also those of prompts that got no completion."""
@@ -232,8 +232,8 @@ class GenerationStep:
         chances = drawn.prompts.chances if "chances" in drawn.prompts else None
         groups = self.state.visit(drawn, chances)
         self.passes.planner.observe(groups)
-        if self.instruction is not None:
-            self.instruction.observe(groups)
+        if self.prompt_writer is not None:
+            self.prompt_writer.observe(groups)
         return drawn.with_prompts(**vars(groups), cause=causes(drawn))
 
     def _select(self, drawn: Batch, num_groups_wanted: int) -> np.ndarray:
@@ -247,7 +247,7 @@ class GenerationStep:
             partial(self._rng, "selection"),
         )
 
-    def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: Engine) -> Batch:
+    def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
         row_weights = self._weigh(drawn, rows, weights[rows])
         layout = self._lay_out(drawn, rows, row_weights.chunk)
@@ -305,13 +305,13 @@ class GenerationStep:
             return trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
         return unpacked(chunk, self.geometry)
 
-    def _empty_batch(self, plan: Plan, engine: Engine) -> Batch:
+    def _empty_batch(self, plan: Plan, engine: TRLAdapter) -> Batch:
         """Make a batch without rows, where pruning or the controller has left none."""
         self.ledger.add(self.args.generation_batch_size)
         self._record(plan, engine)
         return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 
-    def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
+    def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: TRLAdapter):
         groups = drawn.prompts
         metrics = batch_metrics(groups, chosen) | self.state.metrics() | self.passes.planner.metrics()
         metrics["pass"] = plan.pass_index
@@ -324,8 +324,8 @@ class GenerationStep:
         if self.state.unseen is not None:
             planned = len(plan.rows) or plan.num_prompts  # and the prompts that were added in later rounds
             metrics |= self.state.unseen.metrics() | {"not_begun_share": 1.0 - len(groups) / planned}
-        if self.instruction is not None:
-            metrics |= self.instruction.metrics()
+        if self.prompt_writer is not None:
+            metrics |= self.prompt_writer.metrics()
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
         if computed:
@@ -342,7 +342,7 @@ class GenerationStep:
         # The recording shows what is logged
         drawn.facts["means"] = engine.mean_rewards() | {name: metrics[name] for name in ("pass_rate", "dead_share")}
 
-    def _record(self, plan: Plan, engine: Engine, drawn: Batch | None = None, chosen: np.ndarray | None = None):
+    def _record(self, plan: Plan, engine: TRLAdapter, drawn: Batch | None = None, chosen: np.ndarray | None = None):
         if not self.args.telemetry:
             return
         prompts, rows, means = {}, {}, {}
@@ -355,7 +355,7 @@ class GenerationStep:
             prompts,
             rows,
             drawn,
-            self.generation,
+            self.batch_index,
             step=engine.optimizer_step,
             max_steps=engine.max_steps,
             pass_index=plan.pass_index,
@@ -368,7 +368,7 @@ class GenerationStep:
 
     def parts(self) -> dict[str, Any]:
         """Return the parts with a memory, which is the same on every process, by their names in a checkpoint."""
-        writer = {} if self.instruction is None else {"instruction": self.instruction}
+        writer = {} if self.prompt_writer is None else {"instruction": self.prompt_writer}
         return writer | {  # first, because the passes are over the prompts that it has written
             "batches": self,
             **self.state.parts(),
@@ -381,16 +381,16 @@ class GenerationStep:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. Rows are saved separately, see [`rows_left`]."""
-        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._batch_unfinished}
+        return {"generation": self.batch_index, "micro_step": self.micro_step, "in_use": self._batch_unfinished}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from the counters of a checkpoint, without its rows; an interrupted training's batches are dropped."""
-        self.generation = state["generation"]
+        self.batch_index = state["generation"]
         self._batch_unfinished = state["in_use"]
         # Restart the count at a batch boundary, in case this run uses a different number of micro-steps per batch
         self.micro_step = state["micro_step"] if self._batch_unfinished else 0
         self.batch = self._prefetching = self._prefetched = None
-        self.window = Window()
+        self.accumulation = Accumulation()
 
     def rows_left(self) -> dict[str, Batch]:
         """Return the unfinished batches to save in a checkpoint: the current and the prefetched one. Usually empty."""

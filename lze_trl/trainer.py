@@ -26,7 +26,7 @@ from . import checks
 from .build import make_geometry, make_state, placeholders
 from .claim import claimed
 from .config import LZEGRPOConfig
-from .engine import Engine, altered, hidden, rehearsal
+from .engine import TRLAdapter, patched_copy, settings_for_trl, side_effect_free_copy
 from .fingerprint import fingerprint
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
@@ -49,7 +49,7 @@ from .rollout.reward_checks import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
 from .select.selectors import Selector
 from .signals import SIGNALS, Interrupted
-from .step import GenerationStep
+from .step import BatchPipeline
 from .trl_contract import check_releases
 
 
@@ -148,7 +148,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     args: LZEGRPOConfig
     model: PreTrainedModel
 
-    generation_step: GenerationStep
+    generation_step: BatchPipeline
     _evaluated: Evaluated | None = None
     weights_in_vllm: list[int] | None = None
     """Fingerprint of the weights that vLLM has loaded; `None` if it has to load them before it generates."""
@@ -194,14 +194,14 @@ class LZEGRPOTrainer(GRPOTrainer):
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
         if isinstance(model, str):
             refuse_missing_model(model)
-        with hidden(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
+        with settings_for_trl(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
             super().__init__(model, None if reward_funcs is None else callables, args, train_dataset, **kwargs)
         checks.refuse_uneven_turns(args, self.accelerator, self.tools)
         recurring = train_dataset is not None
         if not recurring:
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
         self.model.add_model_tags(["lze"])
-        self.reward_notes, self.episodes, self.answers = RewardNotes(), Episodes(), Engine(self).make_answers()
+        self.reward_notes, self.episodes, self.answers = RewardNotes(), Episodes(), TRLAdapter(self).make_answers()
         self.add_callback(EndOnSignal())
         self.resume_command = "`trainer.train(resume_from_checkpoint=True)`"  # said when the training ends early
         self._is_running = False
@@ -212,10 +212,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.over_http:
             from .servers.generation import HTTPGeneration
 
-            generation = HTTPGeneration(self.model, self.accelerator, Engine(self).tokenizer, args)
-            generation.before_sync = lambda: self.generation_step.drain(Engine(self))
+            generation = HTTPGeneration(self.model, self.accelerator, TRLAdapter(self).tokenizer, args)
+            generation.before_sync = lambda: self.generation_step.finish_prefetch(TRLAdapter(self))
             generation.note, generation.pool.tell = self.answers.note, self._show_waiting
-            Engine(self).connect(generation)
+            TRLAdapter(self).connect(generation)
         left_out = ""
         if recurring:
             vars(self)["train_dataset"], left_out = self._fitting(train_dataset, "training set")
@@ -244,9 +244,9 @@ class LZEGRPOTrainer(GRPOTrainer):
 
             prompt_writer = OnlineInstruction(args, instruction, dataset, self.accelerator)
         self.passes = self._passes_over(dataset if prompt_writer is None else prompt_writer.pool, planner, controller)
-        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
+        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=TRLAdapter(self).logprob_passes)
         comparing, described = Comparing(self.reward_funcs), self._run_facts(dataset, selector, controller)
-        self.generation_step = GenerationStep(
+        self.generation_step = BatchPipeline(
             args=args,
             passes=self.passes,
             rounds=Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator, comparing),
@@ -257,7 +257,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             ledger=self.ledger,
             recorder=Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
             accelerator=self.accelerator,
-            instruction=prompt_writer,
+            prompt_writer=prompt_writer,
             by_value=ByValue(args.report_by, dataset) if args.report_by else None,
         )
 
@@ -335,7 +335,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.resolved = resolved
         dataset, step.advice.left_out = self._fitting(dataset, "training set")
         self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
-        step.take_passes(self.passes)
+        step.replace_passes(self.passes)
         return dataset
 
     def _fitting(self, dataset: Any, called: str) -> tuple[Any, str]:
@@ -383,7 +383,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             dataset = self.passes.stream
         elif not self.passes.by_loader:
             dataset = NoRows(len(dataset))
-        with altered(self, args=args, train_dataset=dataset) as view:
+        with patched_copy(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
@@ -405,13 +405,13 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list):
         # Differs from TRL: a completion may be empty, and metrics take the engine's word for which one is truncated
-        return Engine(self).generated(prompts, super(LZEGRPOTrainer, type(self))._generate)
+        return TRLAdapter(self).generate(prompts, super(LZEGRPOTrainer, type(self))._generate)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
         # rewards of whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        seen = Engine(self).with_prefixes(seen, prompts)
+        seen = TRLAdapter(self).with_prefixes(seen, prompts)
         notes = self.reward_notes if self.model.training else None
         ballots: dict[int, list] = {} if notes is None else notes.ballots
         ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
@@ -435,7 +435,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         ]
         names = self.reward_func_names
         funcs = [checked(func, name, notes, answers.reasons) for func, name in zip(funcs, names, strict=True)]
-        with altered(self, reward_funcs=funcs) as view:
+        with patched_copy(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if environments is not None or self.args.over_http:  # whatever a reward model makes of failed completions
             failed = [reason is not None for reason in answers.reasons(environments)]
@@ -447,18 +447,18 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "number, or None where it does not apply."
             )
         if self.group_rewards and not self.model.training:
-            rewards = Engine(self).settle_evaluation(rewards, ballots)
+            rewards = TRLAdapter(self).settle_evaluation(rewards, ballots)
         if self._evaluated is not None and not self.model.training:
             rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
             if (by_value := self.generation_step.by_value) is not None:
-                Engine(self).note_by_value(by_value, inputs, rewards)
+                TRLAdapter(self).note_by_value(by_value, inputs, rewards)
         return rewards
 
     @property
     def _last_loaded_step(self) -> int:
         # Differs from TRL: vLLM has to load the weights if anything has changed them: a step, a callback, the best checkpoint
         current = self.weights_in_vllm is not None and self.weights_in_vllm == fingerprint(self.model)
-        return self.state.global_step if Engine(self).on_all_processes(current) else -1
+        return self.state.global_step if TRLAdapter(self).on_all_processes(current) else -1
 
     @_last_loaded_step.setter
     def _last_loaded_step(self, step: int):
@@ -469,24 +469,24 @@ class LZEGRPOTrainer(GRPOTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its optimizer step have gradients
         # to synchronise
-        engine, step, begin = Engine(self), self.generation_step, time.perf_counter()
+        engine, step, begin = TRLAdapter(self), self.generation_step, time.perf_counter()
         engine.training_mode(model)
         step.prepare(inputs, engine)
         synchronises, logged = self.accelerator.sync_gradients, len(engine.metrics["step_time"])
         with self.ledger.timed("update"):
-            if step.has_rows() or (synchronises and step.window.real_steps):
+            if step.has_rows() or (synchronises and step.accumulation.real_steps):
                 loss = super().training_step(model, inputs, num_items_in_batch)
-                step.window.real_steps += 1
+                step.accumulation.real_steps += 1
             else:
                 loss = torch.zeros((), device=self.args.device)
                 if synchronises:
                     engine.begin_empty_update()
             step.micro_step += 1
-            step.window.micro_steps += 1
-            step.window.seconds += time.perf_counter() - begin
+            step.accumulation.micro_steps += 1
+            step.accumulation.seconds += time.perf_counter() - begin
             del engine.metrics["step_time"][logged:]  # TRL saw neither idle micro-steps nor how the batch was made
             if synchronises:
-                step.end_window(engine)
+                step.end_optimizer_step(engine)
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -497,19 +497,19 @@ class LZEGRPOTrainer(GRPOTrainer):
         def by_trl(view: Any) -> torch.Tensor:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        return Engine(self).weighted_loss(self.generation_step.window, by_trl, inputs)
+        return TRLAdapter(self).weighted_loss(self.generation_step.accumulation, by_trl, inputs)
 
     # ---- Forecasts ----
 
     @contextmanager
-    def rehearsal(self, **settings: Any) -> Iterator["LZEGRPOTrainer"]:
+    def side_effect_free_copy(self, **settings: Any) -> Iterator["LZEGRPOTrainer"]:
         """
         Yield a copy of this trainer with other `settings` and fresh parts. What it rolls out and computes leaves no trace in this one.
         """
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
         own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}}
-        with rehearsal(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
+        with side_effect_free_copy(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
             view._build_parts(args.make_planner(), args.make_controller(), args.make_selector(), None, recurring=True)
             yield view
 
@@ -550,18 +550,18 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not math.isfinite(logs.get("grad_norm", 0.0)):  # with float16, weights may be as they were
             store.refuse_lost_weights(self.model, self.accelerator, self.state.global_step, self.args.output_dir)
         step = self.generation_step
-        if step.generation and not any(name.startswith("eval_") for name in logs):
+        if step.batch_index and not any(name.startswith("eval_") for name in logs):
             logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
         super().log(logs, start_time)
         # A trainer that has not trained is not the run whose telemetry `output_dir` may hold
-        if self.is_in_train or step.generation:
+        if self.is_in_train or step.batch_index:
             step.recorder.record_step(self.state.global_step, step.batches_made, logs)
             if not (self.is_in_train or self._is_running):
                 step.recorder.close()
 
     def _flush_at_the_end(self):
         step = self.generation_step
-        if step.generation:
+        if step.batch_index:
             step.recorder.advise(step.advice.lines(ended=True))
         step.recorder.flush()
 
@@ -576,7 +576,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             dataloader_num_workers=0, dataloader_persistent_workers=False, dataloader_prefetch_factor=None
         )
         self.accelerator.dataloader_config.dispatch_batches = False
-        with altered(self, args=args) as view:
+        with patched_copy(self, args=args) as view:
             return super(LZEGRPOTrainer, view).get_eval_dataloader(StreamedRows(rows, size))
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any):
@@ -586,13 +586,13 @@ class LZEGRPOTrainer(GRPOTrainer):
             if isinstance(callback, TrackioCallback):
                 callback.on_train_begin(self.args, self.state, self.control, model=self.model)
         # Before a schedule-free optimizer puts its averages into the model
-        self.generation_step.drain(Engine(self))
+        self.generation_step.finish_prefetch(TRLAdapter(self))
         self._evaluated = Evaluated(_row_counter(dataloader))
         try:
             # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
             with torch.random.fork_rng(devices=[], enabled=self.args.over_http):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)
-            Engine(self).log_means(self._evaluated)
+            TRLAdapter(self).log_means(self._evaluated)
         finally:
             self._evaluated = None
         return output
@@ -689,11 +689,11 @@ class LZEGRPOTrainer(GRPOTrainer):
                     f"`{run_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
-        self.generation_step.training_begins()
+        self.generation_step.reset_for_training()
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
             self._resume(resume_from_checkpoint)
-        elif self.args.state_from is not None and not self.generation_step.generation:
+        elif self.args.state_from is not None and not self.generation_step.batch_index:
             from .profile.folder import warn_of_others
             from .remote import STATE_FILES, resolve
 
@@ -707,8 +707,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
             SIGNALS.waits = False
-            Engine(self).training_ended()
-            self.generation_step.give_up(Engine(self))
+            TRLAdapter(self).training_ended()
+            self.generation_step.cancel_prefetch(TRLAdapter(self))
             self._flush_at_the_end()
         if SIGNALS.received:
             raise Interrupted(128 + SIGNALS.received)
@@ -746,7 +746,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             if self.args.should_save:  # an existing checkpoint of this step is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
-            self.generation_step.drain(Engine(self))
+            self.generation_step.finish_prefetch(TRLAdapter(self))
             if rows := self.generation_step.rows_left():
                 store.save(directory, self._rows_name, rows, {})
             self.generation_step.recorder.flush()  # a resumed run does not record it again

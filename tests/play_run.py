@@ -50,7 +50,7 @@ def trainer(directory: Path, output_dir: Path, **settings) -> LZEGRPOTrainer:
 
 def record(made: LZEGRPOTrainer) -> dict:
     """The pool of a trainer, in numbers that JSON can hold."""
-    pool, writer = made.generation_step.instruction.pool, made.generation_step.instruction.writer
+    pool, writer = made.generation_step.prompt_writer.pool, made.generation_step.prompt_writer.writer
     own = {"rounds": writer.rounds, "rejected": dict(writer.rejected), "left": len(made.passes.stream)}
     return {"pool": pool.rows.reset_index().to_dict("list"), **own}
 

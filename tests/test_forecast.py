@@ -159,7 +159,7 @@ def test_a_forecast_changes_nothing_of_the_training(tmp_path, settings):
     before = random_numbers(), json.dumps(other.state.__dict__, default=str)
     assert len(other.forecast(7).sample) == 7
     assert before == (random_numbers(), json.dumps(other.state.__dict__, default=str))
-    assert other.generation_step.generation == len(other.prompt_state) == other.ledger.rows_rolled_out == 0
+    assert other.generation_step.batch_index == len(other.prompt_state) == other.ledger.rows_rolled_out == 0
     assert all(parameter.grad is None for parameter in other.model.parameters())
     assert not (tmp_path / "forecast" / "telemetry").exists()
     other.train()

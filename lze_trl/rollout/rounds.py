@@ -133,7 +133,7 @@ class Rounds:
                 pending.plan = self._extended(pending, drawn, wanted)
                 drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
             self._ask(pending, drawn, engine)
-        engine.rounds_ended()
+        engine.cancel_speculative_requests()
         if not parts:
             return None
         engine.forget_rounds(len(parts) - 1)  # metrics are those of the first one, as of uniform sampling
@@ -159,7 +159,7 @@ class Rounds:
                 at_once = unit if engine.over_http else 1  # TRL's engines would take surplus rows for those of a group
             pending.request = inputs, at_once, asked
             if self.controller.by_group and counts.max() == unit:
-                reason = engine.waits_for
+                reason = engine.why_rounds_are_synchronous
                 if engine.over_http and reason is None:
                     pending.ahead = LookAhead(self, pending, drawn, engine)
                 elif reason is not None:
@@ -194,7 +194,7 @@ class Rounds:
             return
         own = places(pending.owner)[rows[:, self.accelerator.process_index]]
         with _whole_groups_suggested():
-            alone = np.array([engine.scored_alone(held, int(row), unknown) for row in own])
+            alone = np.array([engine.score_rows_alone(held, int(row), unknown) for row in own])
         if failed := self.comparing.check(unknown, scores[rows][..., unknown], alone):
             raise self._needs_whole_groups(failed, "scores a completion otherwise when it is alone", engine)
 
@@ -223,7 +223,7 @@ class Rounds:
         """
         is_checked = pending.in_parts and bool(self.comparing.unknown)
         with _whole_groups_suggested() if is_checked else nullcontext():
-            held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead)
+            held, numbers, rewards_per_func = engine.generate_and_score(pending.request, pending.ahead)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
         if (asked := pending.request[2]) is not None:  # what evens out the processes ends here: nothing else sees it

@@ -11,7 +11,7 @@ _EXTREMES = {"clip_ratio/low_min": np.min, "clip_ratio/high_max": np.max}  # of 
 _OF_OPTIMIZER_STEP = "entropy_coef"  # not of a micro-batch
 
 
-class Window:
+class Accumulation:
     """What the micro-steps of an optimizer step leave behind for its end."""
 
     def __init__(self):
