@@ -50,8 +50,8 @@ def estimated(
         built = built if peft_config is None else get_peft_model(built, peft_config)
     cost = token_cost(built, args.gradient_checkpointing)
     held = sum(p.numel() * p.element_size() for p in built.parameters())
-    trained = [p for p in built.parameters() if p.requires_grad]
-    state = sum(3 * p.numel() * p.element_size() for p in trained)  # gradient and both moments of Adam
+    trainable = [p for p in built.parameters() if p.requires_grad]
+    state = sum(3 * p.numel() * p.element_size() for p in trainable)  # gradient and both moments of Adam
     batch = micro_batch_bytes(config, rows, tokens, args.max_completion_length, args.gradient_checkpointing)
     parts = {"weights": held, "gradients and Adam": state, f"{rows} rows of {tokens:,} tokens": batch}
     memory = ", ".join(f"{part} {size / _GIB:.1f}" for part, size in parts.items())
@@ -61,7 +61,7 @@ def estimated(
     flops = tokens * (drawn * cost.forward + trained * train)
     plain_flops = tokens * plain * (cost.forward + train)
     return {
-        "parameters": f"{sum(p.numel() for p in trained):,} trained of {sum(p.numel() for p in built.parameters()):,}",
+        "parameters": f"{sum(p.numel() for p in trainable):,} trained of {sum(p.numel() for p in built.parameters()):,}",
         "memory": f"about {sum(parts.values()) / _GIB:.1f} GiB: {memory}",
         "FLOPs": f"at most {flops:.1e}, by plain GRPO {plain_flops:.1e}, if all completions are as long as allowed",
     }
