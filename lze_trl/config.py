@@ -1,4 +1,4 @@
-"""Configuration: TRL's own fields plus those of data selection."""
+"""Configuration: TRL's fields, and fields of data selection."""
 
 import math
 import re

@@ -500,7 +500,7 @@ class TRLAdapter:
     def generate(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
         """
         Generate by TRL's `_generate`, here `by_trl`, which gets a copy of the trainer and prompts. Empty completions are filled in, and TRL's
-        metrics of truncated ones follow the word of the engine.
+        metrics of truncated ones follow the engine's finish reasons.
         """
         trainer, answers = self._trainer, self._trainer.answers
 
@@ -520,7 +520,7 @@ class TRLAdapter:
         return prompt_ids, completion_ids, answers.covered(completion_ids, mask), *others
 
     def _log_truncated(self, lengths: list[int]):
-        """Correct TRL's metrics of truncated completions; `lengths` are the sampled tokens of those of this process."""
+        """Correct TRL's metrics of truncated completions; `lengths` counts the sampled tokens of each completion of this process."""
         trainer = self._trainer
         columns = torch.tensor([lengths, trainer.answers.truncated], device=trainer.accelerator.device).T.contiguous()
         all_lengths, truncated = trainer.accelerator.gather(columns).float().T

@@ -18,7 +18,7 @@ _MARGIN = 8  # tokens that a tokenizer may add to a text
 
 PROMPTS = (
     "A prompt is a text that is not empty, or a list of messages, each with a `role` and a `content` (text, blocks, or null beside "
-    "`tool_calls`), of which at least one has something in it."
+    "`tool_calls`), at least one of them not empty."
 )
 """The allowed prompts, in words for errors."""
 
@@ -146,18 +146,18 @@ class Context:
             return dataset, ""
         first = next(prompts_of(dataset.select([min(out)])))
         shown = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in [*out.items()][:_SHOWN])
-        told = (
+        sentence = (
             f"Left out {len(out):,} of {len(dataset):,} prompts of the {called}, which leave no room in the context of {self.length:,} "
             f"tokens: rows {shown}{', …' * (len(out) > _SHOWN)}. Shorten them, or use a model or server with a longer context."
         )
         if len(out) == len(dataset):
-            raise ValueError(f"Nothing is left to use. {told}")
-        logger.warning("%s The first begins %.60r.", told, first)
-        return dataset.select([row for row in range(len(dataset)) if row not in out]), told
+            raise ValueError(f"Nothing is left to use. {sentence}")
+        logger.warning("%s The first begins %.60r.", sentence, first)
+        return dataset.select([row for row in range(len(dataset)) if row not in out]), sentence
 
     def _fits(self, prompt: Any) -> bool:
         lengths, _ = self.measured([prompt])
         for tokens in lengths.values():
-            told = "Left out a prompt of the stream, of %d tokens where the context is %d: %.80r"
-            logger.warning(told, tokens, self.length, prompt)
+            warning = "Left out a prompt of the stream, of %d tokens where the context is %d: %.80r"
+            logger.warning(warning, tokens, self.length, prompt)
         return not lengths

@@ -310,7 +310,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @train_dataset.setter
     def train_dataset(self, dataset: Any):
-        # Differs from transformers: a set that is assigned later is prepared as that of the constructor
+        # Differs from transformers: a training set that is assigned later is prepared like the first one
         vars(self)["train_dataset"] = self._prepared(dataset) if "generation_step" in vars(self) else dataset
 
     def _prepared(self, dataset: Any) -> Dataset | IterableDataset:
@@ -354,10 +354,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         template = {"tools": self.tools or None, "chat_template": self.chat_template, **given}
         count = token_counter(self.processing_class, **template)
         context = Context(min(filter(None, lengths)), args.max_completion_length or 0, count)
-        dataset, told = context.fitting(dataset, called, on_main)
-        if told and called == "training set":
+        dataset, left_out = context.fitting(dataset, called, on_main)
+        if left_out and called == "training set":
             checks.refuse_too_few(dataset, args)
-        return dataset, told
+        return dataset, left_out
 
     def _used_columns(self, dataset: Any) -> Any:
         """Return a training set with the columns that `remove_unused_columns` keeps, and its prompt ids."""
@@ -404,7 +404,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self.generation_step.micro_batch()
 
     def _generate(self, prompts: list):
-        # Differs from TRL: a completion may be empty, and metrics take the engine's word for which one is truncated
+        # Differs from TRL: a completion may be empty, and the engine's finish reason decides which one is truncated
         return TRLAdapter(self).generate(prompts, super(LZEGRPOTrainer, type(self))._generate)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):

@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     app("--port", type=_port, help="port to listen on; default: the first free one from 7860 on")
 
     forecast = add(_forecast, "SOURCE [--num_prompts N]")
-    forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
+    forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or a folder with TRL's logs")
     forecast("--num_prompts", type=at_least_one, default=128, help="prompts to roll out, of a recipe")
     forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
@@ -92,7 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
         _profile, "RECIPE --output DIR [--num_completions N] [--adaptive] [--keep LOW:HIGH] [--server URL ...]"
     )
     profile("recipe", metavar="RECIPE", help="a file under recipes/")
-    profile("--output", metavar="DIR", required=True, help="folder of the profile; one that was ended goes on")
+    profile("--output", metavar="DIR", required=True, help="folder of the profile; an unfinished one is continued")
     profile("--num_completions", type=at_least_one, default=8, help="completions of each prompt; default: 8")
     profile("--adaptive", action="store_true", help="half of them first, and the rest where these have one reward")
     profile("--keep", metavar="LOW:HIGH", type=_range, help="pass rates of the prompts that DIR/kept gets")
@@ -121,7 +121,7 @@ def _range(text: str) -> tuple[float, float]:
 
 
 def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments of `accelerate launch` for those of `lze-trl train`, and the named accelerate configuration."""
+    """Turn the arguments of `lze-trl train` into those of `accelerate launch`; also return the named accelerate configuration."""
     command, config = ["--quiet"], {}  # the job reports an error once, and not again by the launcher
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
@@ -156,7 +156,7 @@ def run_accelerate(arguments: Sequence[str]):
 
     # One process takes the place of this one: accelerate's launcher would end and leave it behind
     launch.simple_launcher = become
-    # Several are those of torchrun: it forwards signals, also one that is ignored, as under nohup, and kills what does not end in time
+    # Several processes are started by torchrun: it forwards signals, even ignored ones (nohup), and kills what does not end in time
     forwarded = [number for number in (*ENDING, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in forwarded))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")

@@ -35,7 +35,7 @@ def estimated(
     Estimate in words the memory of a process that holds the whole model, and the FLOPs if all completions are as long as allowed: of
     `drawn` completions, of which some are `trained` on, and of the completions of `plain` GRPO.
 
-    `kwargs` are those of `from_pretrained`. Raises one of [`UNKNOWN`] for a configuration or a tokenizer that cannot be read here, and for a
+    `kwargs` go to `from_pretrained`. Raises one of [`UNKNOWN`] for a configuration or a tokenizer that cannot be read here, and for a
     model that cannot be run without memory.
     """
     own = {name: value for name, value in kwargs.items() if name in ("revision", "trust_remote_code")}

@@ -168,8 +168,8 @@ def _refuse_unreadable_mapping(name: str, value: Any):
             if not isinstance(json.loads(value), dict):
                 raise ValueError("it is something else")
         except ValueError as error:
-            told = f"`{name}` must be a mapping, on a command line JSON such as '{{\"a\": 1}}': {error}."
-            raise RecipeError(told) from error
+            message = f"`{name}` must be a mapping, on a command line JSON such as '{{\"a\": 1}}': {error}."
+            raise RecipeError(message) from error
 
 
 def _refuse(unknown: str):

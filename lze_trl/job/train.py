@@ -6,7 +6,7 @@ accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.job.t
 `lze-trl train recipes/….yaml` starts the same.
 """
 
-if __name__ == "__main__":  # under its own name, after imports of many seconds, of which Ctrl-C shows nothing
+if __name__ == "__main__":  # imports take seconds, and Ctrl-C meanwhile shows no traceback
     from lze_trl.signals import ENDING, end_at_once, end_with_launcher, handling
 
     end_with_launcher()
@@ -171,7 +171,7 @@ def _run(script_args: Any, training_args: Any, model_args: Any, before_training:
         trainer = build_trainer(script_args, training_args, model_args)
     trainer.resume_command = "the same command with `--resume_from_checkpoint auto`"
     trainer.generation_step.recorder.described["datasets"] = script_args.datasets
-    if trainer.is_world_process_zero():  # that of an earlier run
+    if trainer.is_world_process_zero():  # of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
         if checkpoint is None:
             remove_evaluations(output_dir)
