@@ -78,18 +78,6 @@ class EndOnSignal(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
 
-class NamedSpace(TrackioCallback):
-    """Uploads what was logged, completions included, only to a Space that the user names; a failure does not stop the model's upload."""
-
-    def on_push_begin(self, args, *others, **kwargs):
-        """Upload to the Space, before the model is uploaded."""
-        from .hub import left_out
-
-        if args.trackio_static_space_id:
-            with left_out("What trackio has logged"):
-                super().on_push_begin(args, *others, **kwargs)
-
-
 def _override(cls: type, name: str) -> str | None:
     """Find the override of one of TRL's methods by a class that is neither TRL's nor ours, as `Class.method`."""
     users = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
@@ -617,9 +605,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
-        for callback in self.callback_handler.callbacks:
-            if type(callback) is TrackioCallback:
-                callback.__class__ = NamedSpace
+        args = self.args
+        if args.trackio_static_space_id is None and args.trackio_space_id is None:
+            args.trackio_static_space_id = False  # else trackio uploads what it has logged, completions among it
         base = Path(self.model.config._name_or_path or "")
         if hasattr(self.model, "peft_config") and base.is_absolute():
             for adapter in self.model.peft_config.values():  # with which `adapter_config.json` names it
