@@ -605,9 +605,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
-        args = self.args
-        if args.trackio_static_space_id is None and args.trackio_space_id is None:
-            args.trackio_static_space_id = False  # else trackio uploads what it has logged, completions among it
+        settings = self.args
+        if settings.trackio_static_space_id is None and settings.trackio_space_id is None:
+            settings.trackio_static_space_id = False  # else trackio uploads what it has logged, completions among it
         base = Path(self.model.config._name_or_path or "")
         if hasattr(self.model, "peft_config") and base.is_absolute():
             for adapter in self.model.peft_config.values():  # with which `adapter_config.json` names it
