@@ -34,9 +34,9 @@ from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
 from .rollout.evaluated import Evaluated
-from .rollout.group_rewards import settle, with_columns
+from .rollout.group_rewards import score_groups, with_columns
 from .rollout.reward_checks import RewardNotes, checked, is_plain_function
-from .rollout.rounds import BALLOTS
+from .rollout.rounds import READINGS
 from .rollout.signals import total_rewards
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
@@ -353,7 +353,7 @@ class TRLAdapter:
         changes["reward_notes"] = RewardNotes()
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
-        trainer.answers.see([held["completion_ids"][row]], [held["prompt_ids"][row]])
+        trainer.answers.look_up([held["completion_ids"][row]], [held["prompt_ids"][row]])
         with patched_copy(trainer, **changes) as view:
             arguments = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
             return view._calculate_rewards(*arguments).cpu().numpy()
@@ -423,7 +423,7 @@ class TRLAdapter:
         with watching as watch, self._looking_ahead(foresight, surplus):
             prompts, generated = self._rolled_out(request)
         inputs = _with_fields(inputs, generated.fields)
-        answers.see(generated.completion_ids, generated.prompt_ids, surplus)
+        answers.look_up(generated.completion_ids, generated.prompt_ids, surplus)
         rewards = trainer._calculate_rewards(inputs, prompts, generated.completions, generated.completion_ids)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
@@ -449,7 +449,7 @@ class TRLAdapter:
             held["environment"] = [row["environment"] for row in inputs]
         notes = self._trainer.reward_notes
         held |= {f"extra.{name}": values for name, values in notes.columns.items()}
-        return held | {f"{BALLOTS}{column}": values for column, values in notes.ballots.items()}
+        return held | {f"{READINGS}{column}": values for column, values in notes.readings.items()}
 
     def _numbers(self, ids: list[int], generated: Generated, watch: Any) -> dict[str, np.ndarray]:
         """Compute the numbers of each completion of this process that all processes will know, in columns of shape `(n,)`."""
@@ -514,7 +514,7 @@ class TRLAdapter:
         changes = {} if trainer.rollout_func is None else {"rollout_func": roll_out_and_fill}
         with patched_copy(trainer, **changes) as view:
             prompt_ids, completion_ids, mask, *others = by_trl(view, prompts)
-        answers.see(completion_ids, prompt_ids)
+        answers.look_up(completion_ids, prompt_ids)
         if trainer.use_vllm or trainer.args.generation_kwargs:
             self._log_truncated([sum(m) for m in mask] if mask else [*map(len, completion_ids)])
         return prompt_ids, completion_ids, answers.covered(completion_ids, mask), *others
@@ -530,7 +530,7 @@ class TRLAdapter:
         for name in ("mean", "min", "max"):
             metrics[f"completions/{name}_terminated_length"][-1] = getattr(terminated, name)().item()
 
-    def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
+    def score_groups_of_evaluation(self, rewards: torch.Tensor, readings: dict[int, list]) -> torch.Tensor:
         """Fill the columns of group rewards in the rewards of an evaluation's batch, shape `(B, F)`, and log their metrics."""
         trainer, size = self._trainer, self._trainer.num_generations_eval
         if len(rewards) % size:
@@ -538,10 +538,10 @@ class TRLAdapter:
                 f"A batch of the evaluation has {len(rewards)} completions, which are no whole groups of "
                 f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
             )
-        all_ballots = {column: gather_object(own) for column, own in ballots.items()}
+        all_readings = {column: gather_object(own) for column, own in readings.items()}
         group = np.arange(len(rewards)) // size
         votes = ~rewards.isnan().all(dim=1).cpu().numpy()
-        settled, metrics = settle(trainer.group_rewards, all_ballots, group, votes, trainer.accelerator)
+        settled, metrics = score_groups(trainer.group_rewards, all_readings, group, votes, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)

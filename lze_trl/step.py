@@ -21,7 +21,7 @@ from .record.causes import causes
 from .record.ledger import Ledger
 from .record.recorder import Recorder
 from .record.tables import batch_metrics, prompt_columns, row_columns
-from .rollout.controllers import RolloutController, ask_keep
+from .rollout.controllers import RolloutController, row_weights
 from .rollout.rounds import Pending, Rounds
 from .seeding import keyed_rng
 from .select.selectors import Selector, choose_groups, quota
@@ -70,7 +70,7 @@ class BatchPipeline:
 
     def reset_for_training(self):
         """Reset before a new `train()` call: drop any partial optimizer step and batch of the previous one."""
-        if self.passes.training_begins():
+        if self.passes.restart():
             self.batch_index = self.batches_made
             self._prefetched = None
         self.accumulation = Accumulation()
@@ -204,7 +204,7 @@ class BatchPipeline:
                 weight_change if in_bfloat16 else np.nan,
             )
             chosen = self._select(drawn, num_groups_wanted)
-            weights = ask_keep(self.controller, drawn, self._rng("keep"))
+            weights = row_weights(self.controller, drawn, self._rng("keep"))
             # Rows without a loss token, such as masked truncated completions, only fill micro-batches
             min_loss_tokens = int(self.args.loss_normalizer == "all" and self.args.selector != "all")
             trained = chosen[drawn.group] & (weights > 0) & (drawn.loss_tokens >= min_loss_tokens)
@@ -229,8 +229,8 @@ class BatchPipeline:
 
     def _remember(self, drawn: Batch) -> Batch:
         """Score the groups, update the memory of their prompts, and return the batch with what is known of them."""
-        chances = drawn.prompts.chances if "chances" in drawn.prompts else None
-        groups = self.state.visit(drawn, chances)
+        chances = drawn.prompts.completion_probability if "completion_probability" in drawn.prompts else None
+        groups = self.state.score_and_store(drawn, chances)
         self.passes.planner.observe(groups)
         if self.prompt_writer is not None:
             self.prompt_writer.observe(groups)
@@ -249,12 +249,12 @@ class BatchPipeline:
 
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
-        row_weights = self._weigh(drawn, rows, weights[rows])
-        layout = self._lay_out(drawn, rows, row_weights.chunk)
+        chosen_weights = self._weigh(drawn, rows, weights[rows])
+        layout = self._lay_out(drawn, rows, chosen_weights.chunk)
         held = {n: v for n, v in drawn.held.items() if n not in RECORDED_ONLY and not n.startswith("extra.")}
-        chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(row_weights)), held=held)
+        chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(chosen_weights)), held=held)
         chosen = chosen.moved(layout, self.accelerator)
-        uniform_groups, packed = not self.passes.by_prompt, self.args.packing and len(rows) > 0
+        uniform_groups, packed = not self.passes.variable_group_size, self.args.packing and len(rows) > 0
         if len(rows):
             tensors = engine.tensors(drawn, chosen, rows, uniform_groups, packed)
         else:  # TRL still logs the rewards of the batch, for which it needs one row
@@ -282,15 +282,17 @@ class BatchPipeline:
         | `"selected"` | otherwise | | by the chosen rows alone |
         """
         geometry, full_rows = self.geometry, self.args.generation_batch_size
-        normalize_over_all, uniform_groups = self.args.loss_normalizer == "all", not self.passes.by_prompt
+        normalize_over_all, uniform_groups = self.args.loss_normalizer == "all", not self.passes.variable_group_size
         if uniform_groups and (normalize_over_all or len(rows) == drawn.num_rows):
             slots = self._slots(drawn)
-            row_weights = weights_of_full(slots, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
+            chosen_weights = weights_of_full(slots, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
             if not normalize_over_all:
-                return row_weights
+                return chosen_weights
             factor = full_rows / drawn.num_rows
-            norms = {name: getattr(row_weights, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
-            return row_weights.with_columns(**norms)
+            norms = {
+                name: getattr(chosen_weights, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")
+            }
+            return chosen_weights.with_columns(**norms)
         if normalize_over_all:
             return weights_of_part(weights, full_rows, drawn.facts["mean_tokens"], geometry, self._rng("steps"))
         return weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
@@ -301,7 +303,7 @@ class BatchPipeline:
             return pack(
                 drawn.prompt_tokens[rows], drawn.completion_tokens[rows], chunk, self.geometry, drawn.owner[rows]
             )
-        if not self.passes.by_prompt and len(rows) == drawn.num_rows:
+        if not self.passes.variable_group_size and len(rows) == drawn.num_rows:
             return trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
         return unpacked(chunk, self.geometry)
 
@@ -319,7 +321,7 @@ class BatchPipeline:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
             metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing is known of the stopped groups
-        metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
+        metrics |= self.state.foresight.metrics() | self.state.threshold.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.state.unseen is not None:
             planned = len(plan.rows) or plan.num_prompts  # and the prompts that were added in later rounds

@@ -360,7 +360,7 @@ class Vote:  # of whole groups; a ballot says of which prompt it is
     def read(self, completions, truncated, start, **columns):
         return start
 
-    def settle(self, ballots, final=True):
+    def score_group(self, ballots, final=True):
         assert len(set(ballots)) == 1
         return SimpleNamespace(rewards=[1.0] * len(ballots), metrics={"votes": len(ballots)})
 

@@ -44,9 +44,9 @@ class Accumulation:
 
     def close(self) -> dict[str, list[float]]:
         """
-        What to log of the optimizer step at its end: what TRL has logged, if all micro-batches were TRL's own. Else its
-        losses, and entropy, KL and clip ratios as means over its tokens or rows, minima and maxima as those of its sequences:
-        micro-batches differ in size, so that TRL's mean over them would depend on the packing.
+        Return what to log of the optimizer step at its end: what TRL has logged, if all micro-batches were TRL's own.
+        Else its losses, and entropy, KL and clip ratios as means over its tokens or rows, minima and maxima as those of
+        its sequences: micro-batches differ in size, so that TRL's mean over them would depend on the packing.
         """
         if self.by_trl:
             return self._logged

@@ -17,7 +17,7 @@ _TOLERANCE = 1e-3  # of the range of scores: batches of another size round diffe
 
 class Comparing:
     """
-    Knows which of the `reward_funcs` compare completions with each other, and checks those of which this is not known.
+    Knows which of the `reward_funcs` compare completions with each other, and checks functions that may.
 
     The attribute `compares_completions` of a function is believed. Reward models, environments, and functions of this package and of TRL
     score each completion by itself. Any other is called again with single completions of a round that has parts of groups, until it

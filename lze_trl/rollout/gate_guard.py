@@ -1,4 +1,4 @@
-"""Whether a gate pays, by groups that are drawn whole whatever it forecasts."""
+"""Tests whether a gate pays, by groups that are drawn whole whatever it forecasts."""
 
 import logging
 
@@ -24,10 +24,11 @@ class GateGuard:
     Tests after every batch whether a gate pays, and has all groups drawn whole as long as it does not.
 
     Live groups are cheaper with the gate if, and only if, what it stops would give fewer of them for each further completion than λ,
-    what its own completions give. Groups that chance has drawn whole tell; each stands for 1 / probability. Capital is bet against what
-    the guard believes, by a factor of 1 + bet · evidence for each prompt (Waudby-Smith and Ramdas, arXiv 2010.09686), and never falls
-    below 1: an e-detector (Shin, Ramdas and Rinaldo, arXiv 2203.03532). As long as the belief is right in every batch, the capital
-    is expected to be at most n after n batches, and takes at least c batches on average to reach c, however often one looks.
+    what its own completions give. This is estimated from groups that chance has drawn whole; each represents 1 / probability groups.
+    Capital is bet against what the guard believes, by a factor of 1 + bet · evidence for each prompt (Waudby-Smith and Ramdas, arXiv
+    2010.09686), and never falls below 1: an e-detector (Shin, Ramdas and Rinaldo, arXiv 2203.03532). As long as the belief is right in
+    every batch, the capital is expected to be at most n after n batches, and takes at least c batches on average to reach c, however
+    often one looks.
 
     A run begins with the gate. Without `on`, the gate always decides, and only the metrics are kept.
     """
@@ -35,40 +36,50 @@ class GateGuard:
     def __init__(self, on: bool = True):
         self.on, self.draws_whole = on, False
         self._gate, self._uniform = np.zeros(3), np.zeros(3)  # decayed: live groups, their signal, tokens
-        self._recent = np.zeros(2)  # decayed: live groups, and completions, of which λ is made
+        self._recent = np.zeros(2)  # decayed: live groups, and completions, from which λ is computed
         self.stopped = StoppedGroups()
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
 
-    def told(self, prompts: Prompts, lots: np.ndarray, begun: np.ndarray) -> Prompts:
-        """What a gate goes by: its prompts, with a random number and the probability of having been `begun` (0: it was not) of each."""
-        columns = {"lot": lots, "begin_chance": np.where(begun > 0, begun, 1.0)}
+    def with_guard_columns(self, prompts: Prompts, random_draws: np.ndarray, start: np.ndarray) -> Prompts:
+        """
+        Add the columns that a gate needs for its guard: of each prompt a random number, and the probability of having been started
+        (`start`, 0 if it was not), both of shape `(P,)`. While groups are drawn whole, no probability of being alive is too low.
+        """
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
+        columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
         return prompts.with_columns(alive_needed=needed, **columns)
 
-    def see(self, drawn: Batch, seen: np.ndarray, begun: np.ndarray, whole: np.ndarray, size: int):
+    def update(self, drawn: Batch, seen: np.ndarray, started: np.ndarray, whole: np.ndarray, size: int):
         """
         Enter a batch. All of shape `(P,)`: the probability with which a whole group was `seen`, 0 if it was not; whether the gate has
-        `begun` a prompt, and drawn the `whole` group of `size` completions, or the probability that it would have.
+        `started` a prompt, and drawn the `whole` group of `size` completions, or the probability that it would have.
         """
-        stands_for = np.divide(1.0, seen, out=np.zeros(len(seen)), where=seen > 0)
-        live, certain = drawn.alive & (seen > 0), (whole == 1.0) & (seen == 1.0)
-        completions = begun + (size - 1) * whole
-        # λ rests on what was certain in this batch: chance decides about the others
-        counts = np.array([live[certain].sum(), completions[certain].sum() + begun[~certain].sum()])
-        self._recent = max(1.0 - len(seen) / _RECENT, 0.0) * self._recent + counts
-        per_completion = self._recent[0] / max(self._recent[1], 1.0)
-        lost, saved = live * (stands_for - whole), size - completions
-        first, others = _tokens(drawn)
+        represents = np.divide(1.0, seen, out=np.zeros(len(seen)), where=seen > 0)  # groups
+        live, completions = drawn.alive & (seen > 0), started + (size - 1) * whole
+        per_completion = self._live_per_completion(live, completions, started, (whole == 1.0) & (seen == 1.0))
+        first_tokens, other_tokens = _tokens(drawn)
         variances = np.nan_to_num(group_variance(drawn.signals, drawn.group, drawn.num_groups))
         worth = np.stack([live, live * variances])
-        gate = [*(worth @ whole), first @ begun + others @ whole]
-        uniform = [*(worth @ stands_for), (first + others) @ stands_for]
-        self._gate = SCORE_MEMORY * self._gate + np.array(gate)
-        self._uniform = SCORE_MEMORY * self._uniform + np.array(uniform)
-        self._bet(lost - per_completion * saved)
+        of_gate = [*(worth @ whole), first_tokens @ started + other_tokens @ whole]
+        of_uniform = [*(worth @ represents), (first_tokens + other_tokens) @ represents]
+        self._gate = SCORE_MEMORY * self._gate + np.array(of_gate)
+        self._uniform = SCORE_MEMORY * self._uniform + np.array(of_uniform)
+        lost_groups, saved_completions = live * (represents - whole), size - completions
+        self._bet(lost_groups - per_completion * saved_completions)
+
+    def _live_per_completion(
+        self, live: np.ndarray, completions: np.ndarray, started: np.ndarray, certain: np.ndarray
+    ) -> float:
+        """Update λ, and return it. It rests on groups that were `certain` in this batch: chance decides about the others."""
+        seen = np.array([live[certain].sum(), completions[certain].sum() + started[~certain].sum()])
+        self._recent = max(1.0 - len(live) / _RECENT, 0.0) * self._recent + seen
+        return self._recent[0] / max(self._recent[1], 1.0)
 
     def _bet(self, against_gate: np.ndarray):
-        """Bet on the evidence of each prompt, at least −1, that the gate does not pay, or that it does; change the belief if that wins."""
+        """
+        Bet on the evidence of each prompt that the gate does not pay, numbers of at least −1 and of shape `(P,)`; or, while groups are
+        drawn whole, on the opposite. Change the belief if the bet wins.
+        """
         if not self.on:
             return
         evidence = -against_gate if self.draws_whole else against_gate
@@ -80,8 +91,8 @@ class GateGuard:
         self._capital = np.ones(len(_BETS))
         if self.draws_whole:
             logger.warning(
-                "The gate does not pay: the groups that it stops would be no dearer than those that it keeps. Every group is drawn whole, as by "
-                "`strategy: exact`, until it pays again."
+                "The gate does not pay: live groups would cost no more among those that it stops than among those that it keeps. Every "
+                "group is drawn whole, as by `strategy: exact`, until the gate pays again."
             )
         else:
             logger.warning(
@@ -90,12 +101,12 @@ class GateGuard:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Whether the gate decides, and of the latest batches what it keeps and costs; empty without a gate."""
+        """Return whether the gate decides, and what it has kept and cost in the latest batches; nothing without a gate."""
         if not self._uniform.any():
             return {}
         live, signal, tokens = np.divide(self._gate, self._uniform, out=np.zeros(3), where=self._uniform > 0).tolist()
-        told = {"gate_live_kept": live, "gate_signal_kept": signal, "gate_price": tokens / live} if live else {}
-        return {"guard": float(not self.draws_whole)} | told
+        known = {"gate_live_kept": live, "gate_signal_kept": signal, "gate_price": tokens / live} if live else {}
+        return {"guard": float(not self.draws_whole)} | known
 
     def state_dict(self) -> dict[str, np.ndarray]:
         totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent}
@@ -109,25 +120,29 @@ class GateGuard:
         self.draws_whole = self.on and bool(state["whole"][0])
 
 
-def gated(
-    gate: Gate, state: PromptState, drawn: Batch, begun: np.ndarray, finished: np.ndarray | None
+def guard_evidence(
+    gate: Gate, state: PromptState, drawn: Batch, start: np.ndarray, completion: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    What [`GateGuard.see`] is told of each prompt. `begun` and `finished`, shape `(P,)`, are the probabilities with which prompts were begun and
-    groups completed, 0 where they were not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
+    Return what [`GateGuard.update`] needs of each prompt: `seen`, `started` and `whole`, each of shape `(P,)`.
+
+    `start` and `completion`, shape `(P,)`, are the probabilities with which prompts were started and groups completed, 0 where they were
+    not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
     """
-    if finished is not None:
-        return begun * finished, (drawn.sizes > 0).astype(np.float64), (finished > 0).astype(np.float64)
+    if completion is not None:
+        return start * completion, (drawn.sizes > 0).astype(np.float64), (completion > 0).astype(np.float64)
     prompts = state.prompts(drawn.prompt_ids)
-    begins = np.asarray(gate.chances(0, prompts, drawn))
+    would_start = np.asarray(gate.probabilities(0, prompts, drawn))
     rows = drawn.first_rows
-    first = drawn.take(rows[begins[drawn.group[rows]] == 1.0])
-    prompts = state.prompts(drawn.prompt_ids, first).with_columns(begin_chance=begins)
-    return np.ones(len(begins)), begins, begins * np.asarray(gate.chances(1, prompts, first))
+    first = drawn.take(rows[would_start[drawn.group[rows]] == 1.0])
+    prompts = state.prompts(drawn.prompt_ids, first).with_columns(start_probability=would_start)
+    would_complete = np.asarray(gate.probabilities(1, prompts, first))
+    return np.ones(len(would_start)), would_start, would_start * would_complete
 
 
 def _tokens(drawn: Batch) -> np.ndarray:
-    """Tokens of the first completion of each group, and of the others, shape `(2, P)`."""
-    tokens, rows = drawn.prompt_tokens + drawn.completion_tokens, np.zeros(drawn.num_rows, dtype=bool)
-    rows[drawn.first_rows] = True
-    return np.stack([np.bincount(drawn.group, tokens * some, drawn.num_groups) for some in (rows, ~rows)])
+    """Count the tokens of the first completion of each group, and of the others, shape `(2, P)`."""
+    tokens = drawn.prompt_tokens + drawn.completion_tokens
+    is_first = np.zeros(drawn.num_rows, dtype=bool)
+    is_first[drawn.first_rows] = True
+    return np.stack([np.bincount(drawn.group, tokens * rows, drawn.num_groups) for rows in (is_first, ~is_first)])

@@ -1,9 +1,9 @@
 """
-Rewards of whole groups: read where the completions are, and settled once all of a group are known.
+Rewards of whole groups: what they read of each completion where it is, and what they give once all of a group are known.
 
 TRL calls a reward function with the rows of one process. Groups straddle processes, and a controller adds rows to them in later
-rounds; so TRL gets a placeholder, ballots are gathered, and one process judges each group: what takes too long for one does not
-make two disagree.
+rounds; so TRL gets a placeholder, readings are gathered, and one process scores each group: a reward that takes too long on one
+process cannot give two of them different answers.
 """
 
 import math
@@ -23,10 +23,10 @@ _NO_COLUMNS = ("trainer_state", "log_metric", "environments")
 """Arguments of reward functions that are no columns of the data set."""
 
 
-class Judged(Protocol):
+class GroupResult(Protocol):
     """
-    What a group reward says of a group: the rewards of its completions, and what is logged. If it is a label, also the `winner`,
-    its answer.
+    What a group reward gives a group: the rewards of its completions, and metrics to log. One that compares completions with the
+    group's commonest answer also has this answer, the `winner`.
     """
 
     rewards: list[float | None]
@@ -42,21 +42,21 @@ class GroupReward(Protocol):
     """
 
     def read(self, completions: list[Any], truncated: list[bool], **columns: Any) -> list[Any]:
-        """Ballots of completions of this process, whichever groups they belong to: small objects that can be pickled."""
+        """Return what the reward needs of each completion of this process, of any groups: small objects that can be pickled."""
 
-    def settle(self, ballots: Sequence[Any], final: bool = True) -> Judged:
-        """Judge one whole group; unless it is `final`, completions may still be added."""
+    def score_group(self, readings: Sequence[Any], final: bool = True) -> GroupResult:
+        """Return the rewards of one whole group; unless it is `final`, completions may still be added."""
 
 
 def reader(
     reward: GroupReward, notes: Callable[[list[Any]], None], truncated: Callable[[], list[bool]], training: bool
 ) -> Callable:
     """
-    A reward function for TRL to call in place of a group reward, whose column is overwritten once groups are settled: it hands
-    the ballots to `notes`. `truncated` says which of the completions are.
+    Return a reward function for TRL to call in place of a group reward, whose column is overwritten once whole groups are there: it
+    hands the readings to `notes`. `truncated` says which of the completions are truncated.
     """
 
-    def unsettled(
+    def placeholder(
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], log_extra: Callable, **kwargs: Any
     ) -> list[float]:
         columns = {name: values for name, values in kwargs.items() if name not in _NO_COLUMNS}
@@ -64,8 +64,8 @@ def reader(
         notes(read(reward, columns | given))
         return [0.0] * len(completions)
 
-    unsettled.__name__ = _name(reward)
-    return unsettled
+    placeholder.__name__ = _name(reward)
+    return placeholder
 
 
 def _name(reward: Any) -> str:
@@ -73,70 +73,74 @@ def _name(reward: Any) -> str:
 
 
 def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
-    """`reward.read`, checked: one ballot for each completion."""
-    ballots, count = list(reward.read(**columns)), len(columns["completions"])
-    if len(ballots) != count:
+    """Call `reward.read`. A `ValueError` unless it returns one reading for each completion."""
+    readings, count = list(reward.read(**columns)), len(columns["completions"])
+    if len(readings) != count:
         raise ValueError(
-            f"`{_name(reward)}.read` returned {len(ballots)} ballots for {count} completions. Return a list with "
+            f"`{_name(reward)}.read` returned {len(readings)} readings for {count} completions. Return a list with "
             "one for each."
         )
-    return ballots
+    return readings
 
 
-def settle(
+def score_groups(
     rewards: Mapping[int, GroupReward],
-    ballots: Mapping[int, list[Any]],
+    readings: Mapping[int, list[Any]],
     group: np.ndarray,
-    votes: np.ndarray,
+    has_episode: np.ndarray,
     accelerator: Accelerator,
     final: bool = True,
 ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
     """
-    Judge groups; process g mod W judges group g. Every process gets the same answer.
+    Score all groups; process g mod W scores group g. Every process gets the same answer.
 
-    `rewards` and `ballots`, those of all B rows of all processes, go by the column of the reward function; `group` and `votes`,
+    `rewards` and `readings`, those of all B rows of all processes, go by the column of the reward function; `group` and `has_episode`,
     which is false for a completion whose episode has failed, have shape `(B,)`. Returns the rewards of each column, of shape
     `(B,)` and NaN for `None`; and metrics as means over the groups, with `concentration`, the share of the groups whose winner is
     the commonest one.
     """
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}
-    voters = np.flatnonzero(votes)
-    rows = {g: voters[own] for g, own in pd.Series(voters).groupby(group[voters]).indices.items()}
+    scored_rows = np.flatnonzero(has_episode)
+    rows_by_group = pd.Series(scored_rows).groupby(group[scored_rows]).indices
+    rows = {g: scored_rows[positions] for g, positions in rows_by_group.items()}
     for column, reward in rewards.items():
-        mine = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
-        own = [(g, _ask(reward, [ballots[column][i] for i in rows[g]], final)) for g in mine]
-        verdicts = dict(gather_object(own))
+        own_groups = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
+        own = [(g, _scored_group(reward, [readings[column][i] for i in rows[g]], final)) for g in own_groups]
+        results = dict(sorted(gather_object(own), key=lambda item: item[0]))
         columns[column] = np.full(len(group), np.nan)
-        for g, verdict in verdicts.items():
-            columns[column][rows[g]] = np.array(verdict.rewards, dtype=np.float64)  # `None` becomes NaN
-        verdicts = {g: verdicts[g] for g in sorted(verdicts)}
-        logged = pd.DataFrame([verdict.metrics for verdict in verdicts.values()]).mean().to_dict()
-        winners = Counter(winner for v in verdicts.values() if (winner := getattr(v, "winner", None)) is not None)
-        if winners:
-            logged["concentration"] = max(winners.values()) / len(verdicts)
-        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": v for name, v in logged.items()}
+        for g, result in results.items():
+            columns[column][rows[g]] = np.array(result.rewards, dtype=np.float64)  # `None` becomes NaN
+        logged = _mean_metrics(list(results.values()))
+        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": value for name, value in logged.items()}
     return columns, metrics
 
 
-def _ask(reward: GroupReward, ballots: list[Any], final: bool) -> Judged:
-    """`reward.settle`, checked: a finite number or `None` for each ballot."""
-    verdict, name = reward.settle(ballots, final=final), _name(reward)
-    if len(verdict.rewards) != len(ballots):
+def _mean_metrics(results: list[GroupResult]) -> dict[str, float]:
+    """Return the means of the metrics of groups, and the share of the groups whose winner is the commonest one."""
+    means = pd.DataFrame([result.metrics for result in results]).mean().to_dict()
+    winners = Counter(winner for result in results if (winner := getattr(result, "winner", None)) is not None)
+    return means | ({"concentration": max(winners.values()) / len(results)} if winners else {})
+
+
+def _scored_group(reward: GroupReward, readings: list[Any], final: bool) -> GroupResult:
+    """Call `reward.score_group`. A `ValueError` unless it returns a finite number or `None` for each reading."""
+    result, name = reward.score_group(readings, final=final), _name(reward)
+    if len(result.rewards) != len(readings):
         raise ValueError(
-            f"`{name}.settle` returned {len(verdict.rewards)} rewards for a group of {len(ballots)} completions. Return one for "
+            f"`{name}.score_group` returned {len(result.rewards)} rewards for a group of {len(readings)} completions. Return one for "
             "each, or None in its place where the reward does not apply."
         )
-    wrong = [value for value in verdict.rewards if value is not None and not math.isfinite(value)]
+    wrong = [value for value in result.rewards if value is not None and not math.isfinite(value)]
     if wrong:
-        raise ValueError(f"`{name}.settle` returned the reward {wrong[0]}. Return finite numbers, or None.")
-    return verdict
+        raise ValueError(f"`{name}.score_group` returned the reward {wrong[0]}. Return finite numbers, or None.")
+    return result
 
 
-def unsettled(rewards_per_func: torch.Tensor, weights: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
+def without_reward(rewards_per_func: torch.Tensor, weights: torch.Tensor, columns: Sequence[int]) -> torch.Tensor:
     """
-    Completions for which a group reward abstains and no other reward counts, shape `(B,)`, bool: TRL's total of theirs would be 0
-    if a reward of weight 0 applies, as one that only monitors does.
+    Find the completions to which a group reward gives `None` and no other reward that counts applies, shape `(B,)`, bool. TRL's total
+    of them would be 0 if a reward of weight 0 applies, which only monitors.
     """
     known = ~torch.isnan(rewards_per_func)
     abstained = ~known[:, list(columns)].all(dim=1)
@@ -144,7 +148,7 @@ def unsettled(rewards_per_func: torch.Tensor, weights: torch.Tensor, columns: Se
 
 
 def with_columns(rewards_per_func: torch.Tensor, columns: Mapping[int, np.ndarray]) -> torch.Tensor:
-    """A copy of rewards, shape `(B, F)`, in which some columns are replaced."""
+    """Copy rewards, shape `(B, F)`, with some columns replaced."""
     rewards = rewards_per_func.clone()
     for column, values in columns.items():
         rewards[:, column] = torch.as_tensor(values, dtype=rewards.dtype, device=rewards.device)
