@@ -259,7 +259,8 @@ def test_a_recipe_trains_on_what_is_kept(tmp_path, capsys):
     before = {row["prompt_id"]: row["prompt"] for row in load_prompts(keys["datasets"][0], **style)}
     kept = load_prompts(f"{tmp_path}/profile?config=kept", **style)
     assert 0 < len(kept) < 30 and all(before[row["prompt_id"]] == row["prompt"] for row in kept)
-    assert f"{len(kept)} prompts" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert f"{len(kept)} prompts" in shown.out and "Loading libraries" in shown.err
     with pytest.raises(SystemExit):
         cli.main(["profile", recipe, "--output", str(tmp_path / "p"), "--keep", "0.9:0.1"])
     assert "must be two pass rates such as 0.05:0.95, got 0.9:0.1" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..batch import Batch, Prompts
 from ..claim import claimed
-from ..engine import Engine
+from ..engine import TRLAdapter
 from ..files import write_atomically
 from ..forecast.probe import refuse_processes
 from ..plan.passes import Plan
@@ -101,8 +101,8 @@ def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int)
     drawn, tokens, begun = 0, 0, time.monotonic()
     # None: on a terminal
     bar = tqdm(None, "Profile", count, initial=count - len(left), unit=" prompts", disable=args.disable_tqdm or None)
-    with bar, trainer.rehearsal(**own) as view, trainer.accelerator.autocast():
-        rounds, engine = view.generation_step.rounds, Engine(view)
+    with bar, trainer.side_effect_free_copy(**own) as view, trainer.accelerator.autocast():
+        rounds, engine = view.generation_step.rounds, TRLAdapter(view)
         rounds.controller, rounds.passes.variable_group_size = looks, True
         for place in range(0, len(left), at_once):
             rows, start = left[place : place + at_once], time.monotonic()
