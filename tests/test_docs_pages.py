@@ -53,7 +53,7 @@ def test_the_own_selector_of_the_readme(tmp_path):
 
 def test_the_own_controller_of_the_page_about_choosing(tmp_path):
     own = {"args": tiny.config(tmp_path / "run", selection_ratio=0.67), "reward": tiny.digit_reward}
-    trainer = result(example("docs/choosing.md"), **given(tmp_path) | own)
+    trainer = result(example("docs/strategies.md"), **given(tmp_path) | own)
     assert trainer.state.global_step == 3
     sizes = [logs["lze/group_size"] for logs in trainer.state.log_history if "lze/group_size" in logs]
     # About one completion in seven passes, so some prompts get a second chance, of 4 completions
