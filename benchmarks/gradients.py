@@ -132,7 +132,7 @@ class Probe(TrainerCallback):
         self.max_completion_length = TASK.training["max_completion_length"]
         self.answers = [self._answers([row]) for row in self.rows]
         self.held_out = self._answers(data.evaluation["held_out"])
-        self.state = PromptState(prune=False, expected=len(self.rows))
+        self.state = PromptState(prunes=False, capacity=len(self.rows))
         self.records: list[dict[str, Any]] = []
 
     def _answers(self, rows: Sequence[dict[str, str]]) -> Evaluation:
@@ -161,7 +161,7 @@ class Probe(TrainerCallback):
 
     def _visit(self, model: PreTrainedModel, step: int):
         own, fresh = self._draw(model, step, "rollouts A"), self._draw(model, step, "rollouts B")
-        groups = self.state.visit(_as_rollouts(own, self.prompt_ids))
+        groups = self.state.score_and_store(_as_rollouts(own, self.prompt_ids))
         direction = expected_gradient(model, self.held_out.batches)
         direction /= direction.norm()
         columns: dict[str, list[float]] = {"own_norm": [], "projection": [], "fresh_norm": [], "expected_norm": []}

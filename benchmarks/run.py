@@ -155,7 +155,7 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     if oracle:
         oracle.watch(trainer.model, trainer.processing_class)
     if alone:
-        trainer.prompt_state.gate.alone = True
+        trainer.prompt_state.threshold.independent = True
     return trainer
 
 

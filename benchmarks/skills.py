@@ -20,6 +20,7 @@ import numpy as np
 from recipes.smollm2 import MODEL_DIR
 
 from .settings import BenchError, made_aside
+from .tasks import locate
 
 
 TRAIN_ROWS, HELD_OUT_ROWS = 2_048, 700  # a quarter of the held-out ones is for tuning only
@@ -224,8 +225,6 @@ def make(task: str, model: Path, train: Path, held_out: Path):
 
 def main():
     """Entry point of `python -m benchmarks.skills`."""
-    from .tasks import locate  # which imports this module
-
     about = "Write the data of the tasks of SmolLM2, and its model, under runs/skills."
     argparse.ArgumentParser(prog="python -m benchmarks.skills", description=about).parse_args()
     for task in MIXES:

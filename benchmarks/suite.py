@@ -17,9 +17,9 @@ from .jobs import LOG_FILE, RESULT_FILE, RUNS_DIR, Job, Options, plan, plan_tune
 from .plots import write_picture
 from .sections import Result, Section, sort_results
 from .settings import BenchError, write_text
-from .skills import MIXES, make
+from .skills import make
 from .tables import Names, section_text, short_table, tuning_table
-from .tasks import OF_ADDITION, TaskFiles, chosen_tasks, locate
+from .tasks import OF_ADDITION, OF_SKILLS, TaskFiles, chosen_tasks, locate
 
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def ready(task: str, options: Options, console: Console) -> TaskFiles:
         from .mixed import prepare as prepare_mix
 
         prepare_mix()
-    if task in MIXES and options.model is None:
+    if task in OF_SKILLS and options.model is None:
         make(task, files.model, files.train, files.held_out)
     return files
 

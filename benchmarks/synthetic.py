@@ -45,7 +45,7 @@ class SyntheticTraining:
         self._difficulty = self._rng.normal(0.0, 2.5, self.num_prompts)
         self._ids = np.random.default_rng(0).integers(-(2**63), 2**63, self.num_prompts, dtype=np.int64)
         prune = self.selection_ratio < 1.0
-        self._state = PromptState(prune=prune, expected=self.num_prompts)
+        self._state = PromptState(prunes=prune, capacity=self.num_prompts)
         self._skill = -0.5
         self._queue: list[int] = []
         self._pass = 0
@@ -103,7 +103,7 @@ class SyntheticTraining:
             prompt_tokens=np.full(len(group), 24),
             completion_tokens=rng.integers(4, 64, len(group)),
         )
-        groups = self._state.visit(rollouts)
+        groups = self._state.score_and_store(rollouts)
         selected = self._select(groups)
         self._skill += 0.02 * selected.sum() / max(num_groups * 0.4, 1) + self._rng.normal(0.0, 0.04)
         self._account(rollouts, selected)

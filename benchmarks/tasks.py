@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from .settings import BenchError, content_hash, unknown_name
-from .skills import MIXES
 
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 ADDITION_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
 CALCULATOR_DIR = CHECKOUT / "runs" / "calculator"
 OF_ADDITION = ("addition", "few_sums")  # tasks with its model and data
+OF_SKILLS = ("words", "few_words", "skills", "count")  # tasks whose prompts [`~benchmarks.skills`] makes
 MIXED_DIR = CHECKOUT / "runs" / "mixed"
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "test.jsonl"
 _READY_MADE = CHECKOUT.parent / "shared"
@@ -228,7 +228,7 @@ def locate(task: str, model: str | None = None, data: str | None = None) -> Task
         return TaskFiles(folder / "model", folder / TRAIN_FILE, folder / "held_out.jsonl")
     if task == "mixed":
         return TaskFiles(ADDITION_DIR / "model", MIXED_DIR / TRAIN_FILE, ADDITION_DIR / "held_out.jsonl")
-    if task in MIXES:
+    if task in OF_SKILLS:
         folder = CHECKOUT / "runs" / "skills"
         return TaskFiles(folder / "model", folder / task / TRAIN_FILE, folder / task / HELD_OUT_FILE)
     shared = _READY_MADE / "data" / "gsm8k_calc"

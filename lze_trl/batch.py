@@ -66,13 +66,19 @@ class Prompts(Table):
         alive_needed (float64, *optional*): What `alive`, or once completions are drawn `alive_given_first`, has to be at least for the
             next completions to yield more live groups each than others do. Defaults to 0; −∞ as long as
             a gate's guard has every group drawn whole.
-        lot (float64, *optional*): A random number in [0, 1) that the prompt keeps through the rounds of a batch. Defaults to 1.
-        begin_chance (float64, *optional*): Probability with which the prompt was begun, if it was. Defaults to 1.
+        random_draw (float64, *optional*): A random number in [0, 1) that the prompt keeps through the rounds of a batch. Defaults to 1.
+        start_probability (float64, *optional*): Probability with which the prompt was begun, if it was. Defaults to 1.
         joined (int64, *optional*): Round in which the prompt joined the batch. Defaults to 0.
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
-        defaults = {"alive_given_first": np.nan, "alive_needed": 0.0, "lot": 1.0, "begin_chance": 1.0, "joined": 0}
+        defaults = {
+            "alive_given_first": np.nan,
+            "alive_needed": 0.0,
+            "random_draw": 1.0,
+            "start_probability": 1.0,
+            "joined": 0,
+        }
         filled = {name: np.full(len(prompt_ids), value) for name, value in defaults.items()}
         super().__init__(prompt_ids=prompt_ids, **(filled | columns))
 

@@ -50,13 +50,13 @@ def make_state(
         momentum_weight=args.selector_kwargs["momentum_weight"],
         ema_decay=args.selector_kwargs["ema_decay"],
         pruning_streak=planner.streak if isinstance(planner, SolvedPlanner) else 2,
-        prune=pruning != "none" and isinstance(planner, SolvedPlanner),
+        prunes=pruning != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
-        alone=args.over_http,  # servers begin the next round of a group at once
+        independent_groups=args.over_http,  # servers begin the next round of a group at once
         named_outcome=rule.named,
         recurring=recurring,
-        expected=len(dataset) if isinstance(dataset, Dataset) else 0,
-        bounds=rule.known_range,
+        capacity=len(dataset) if isinstance(dataset, Dataset) else 0,
+        score_range=rule.known_range,
         unseen=None if args.prompt_features == "none" else Unseen(args.prompt_features),
     )
 

@@ -20,7 +20,7 @@ from .names import near
 from .plan.planners import Planner
 from .prompt_checks import PROMPTS, is_prompt, prompts_of
 from .rollout.controllers import ReinforceAda, RolloutController, is_plain
-from .rollout.settling import GroupReward
+from .rollout.group_rewards import GroupReward
 from .select.selectors import Selector
 
 

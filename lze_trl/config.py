@@ -184,7 +184,7 @@ class LZEGRPOConfig(GRPOConfig):
 
         self_play (`dict[str, Any]`, *optional*):
             `instruct: true` trains on problems that the model writes itself; the training set holds the seeds. See
-            `docs/self-play.md` for `template`, `examples`, `own`, `requests`, `temperature`, `top_p`, `overlap`,
+            `docs/self-play.md` for `examples`, `own`, `requests`, `temperature`, `top_p`, `overlap`,
             `stock`, `reuse` and others.
 
         > Parameters that control what is recorded

@@ -34,9 +34,9 @@ from .rollout.answers import Answers
 from .rollout.episodes import failures
 from .rollout.estimates import UniformSample
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardNotes, checked, is_plain_function
-from .rollout.rounds import BALLOTS
-from .rollout.settling import settle, with_columns
+from .rollout.group_rewards import score_groups, with_columns
+from .rollout.reward_checks import RewardNotes, checked, is_plain_function
+from .rollout.rounds import READINGS
 from .rollout.signals import total_rewards
 from .rollout.watch import watched
 from .select.advantages import group_advantages, normalised_over_tokens, zero_std_share
@@ -320,16 +320,15 @@ class Engine:
     def scored_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
         """
         What some reward functions give the completion at a row of each process without any other, shape `(W, U)`. What they log is
-        dropped, and they may fail.
+        dropped.
         """
         trainer = self._trainer
         names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
         changes: dict[str, Any] = {name: [getattr(trainer, name)[column] for column in columns] for name in names}
-        named = zip(changes["reward_funcs"], changes["reward_func_names"], strict=True)
-        changes |= {"reward_funcs": [checked(*func, may_fail=True) for func in named], "reward_notes": RewardNotes()}
+        changes["reward_notes"] = RewardNotes()
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
-        trainer.answers.see([held["completion_ids"][row]], [held["prompt_ids"][row]])
+        trainer.answers.look_up([held["completion_ids"][row]], [held["prompt_ids"][row]])
         with altered(trainer, **changes) as view:
             one = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
             return view._calculate_rewards(*one).cpu().numpy()
@@ -370,22 +369,20 @@ class Engine:
         if self.over_http:
             self._trainer.vllm_generation.give_up()
 
-    def forget_rounds(self, count: int, noted: bool = False):
-        """Drop TRL's metrics of the last rounds of a batch; with `noted`, also what reward functions have logged of the batch."""
+    def forget_rounds(self, count: int):
+        """Drop TRL's metrics of the last rounds of a batch."""
         for name, values in self.metrics.items():
             if name.startswith(("completions/", "tools/")):
                 del values[len(values) - count :]
-        if noted:
-            self._trainer.reward_notes.take_metrics()
 
     def finish(
-        self, request: Request, foresight: Any = None, may_fail: Sequence[int] = ()
+        self, request: Request, foresight: Any = None
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
         Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
         float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
-        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. The reward functions at some columns
-        `may_fail`. Rows that are not wanted are among them; reward functions and TRL's metrics do not see them.
+        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. Rows that are not wanted are among
+        them; reward functions and TRL's metrics do not see them.
         """
         trainer, (inputs, _, _), surplus = self._trainer, request, self._surplus(request)
         blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
@@ -400,12 +397,8 @@ class Engine:
         ]
         inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
         answers = trainer.answers
-        answers.see(completion_ids, prompt_ids, surplus)
-        funcs = list(trainer.reward_funcs)
-        for column in may_fail:
-            funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
-        with altered(trainer, reward_funcs=funcs) as view:
-            rewards = view._calculate_rewards(inputs, prompts, completions, completion_ids)
+        answers.look_up(completion_ids, prompt_ids, surplus)
+        rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
             trainer.episodes.observe(ids, prompts, of_episodes)
@@ -420,7 +413,7 @@ class Engine:
         if "environment" in inputs[0]:
             held["environment"] = [row["environment"] for row in inputs]
         held |= {f"extra.{name}": values for name, values in noted.columns.items()}
-        held |= {f"{BALLOTS}{column}": values for column, values in noted.ballots.items()}
+        held |= {f"{READINGS}{column}": values for column, values in noted.readings.items()}
         counted = loss_mask
         if logprobs is None and watch is not None:
             logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
@@ -481,7 +474,7 @@ class Engine:
         answers.forget()
         with altered(trainer, **({} if trainer.rollout_func is None else {"rollout_func": filled})) as view:
             prompt_ids, completion_ids, mask, *others = by_trl(view, prompts)
-        answers.see(completion_ids, prompt_ids)
+        answers.look_up(completion_ids, prompt_ids)
         if trainer.use_vllm or trainer.args.generation_kwargs:
             table = [[sum(m) for m in mask] if mask else [*map(len, completion_ids)], answers.truncated]
             columns = torch.tensor(table, device=trainer.accelerator.device).T.contiguous()
@@ -493,7 +486,7 @@ class Engine:
                 metrics[f"completions/{name}_terminated_length"][-1] = getattr(ended, name)().item()
         return prompt_ids, completion_ids, answers.covered(completion_ids, mask), *others
 
-    def settle_evaluation(self, rewards: torch.Tensor, ballots: dict[int, list]) -> torch.Tensor:
+    def score_groups_of_evaluation(self, rewards: torch.Tensor, readings: dict[int, list]) -> torch.Tensor:
         """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
         trainer, size = self._trainer, self._trainer.num_generations_eval
         if len(rewards) % size:
@@ -501,9 +494,9 @@ class Engine:
                 f"A batch of the evaluation has {len(rewards)} completions, which are no whole groups of "
                 f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
             )
-        gathered = {column: gather_object(own) for column, own in ballots.items()}
+        gathered = {column: gather_object(own) for column, own in readings.items()}
         group, votes = np.arange(len(rewards)) // size, ~rewards.isnan().all(dim=1).cpu().numpy()
-        settled, metrics = settle(trainer.group_rewards, gathered, group, votes, trainer.accelerator)
+        settled, metrics = score_groups(trainer.group_rewards, gathered, group, votes, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)

@@ -42,7 +42,6 @@ class SelfPlaySettings:
     """`self_play`."""
 
     instruct: bool = False
-    template: Literal["tagged", "serl"] = "tagged"
     examples: int = 8
     own: int = 2
     requests: int = 16

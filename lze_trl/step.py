@@ -21,7 +21,7 @@ from .record.causes import causes
 from .record.ledger import Ledger
 from .record.recorder import Recorder
 from .record.tables import batch_metrics, prompt_columns, row_columns
-from .rollout.controllers import RolloutController, ask_keep
+from .rollout.controllers import RolloutController, row_weights
 from .rollout.rounds import Pending, Rounds
 from .seeding import keyed_rng
 from .select.selectors import Selector, choose_groups, quota
@@ -66,7 +66,7 @@ class GenerationStep:
 
     def training_begins(self):
         """A training begins: forget the optimizer step and the generation batch in which one before it has ended."""
-        if self.passes.training_begins():
+        if self.passes.restart():
             self.generation, self._ready = self.batches_made, None
         self.window = Window()
         self.batch, self.micro_step, self._in_use = None, 0, False
@@ -175,7 +175,6 @@ class GenerationStep:
         with timed("rollout"):
             drawn = self.rounds.finish(pending, engine, wanted)
         self.ledger.visits_skipped += len(pending.plan.skipped)
-        self.ledger.rows_given_up += pending.rows_given_up
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         moved, in_bfloat16 = engine.weights_changed()
         if not np.isnan(moved):
@@ -193,7 +192,7 @@ class GenerationStep:
                 drawn, drawn.prompts.cause, forecasts, engine.learning_rate, moved if in_bfloat16 else np.nan
             )
             chosen = self._select(drawn, wanted)
-            weights = ask_keep(self.controller, drawn, self._rng("keep"))
+            weights = row_weights(self.controller, drawn, self._rng("keep"))
             # Rows without a loss token, as of truncated completions, only fill micro-batches
             least = int(self.args.loss_normalizer == "all" and self.args.selector != "all")
             rows = np.flatnonzero(chosen[drawn.group] & (weights > 0) & (drawn.loss_tokens >= least))
@@ -210,8 +209,8 @@ class GenerationStep:
 
     def _remember(self, drawn: Batch) -> Batch:
         """Score the groups, remember their prompts, and add what is known of them."""
-        chances = drawn.prompts.chances if "chances" in drawn.prompts else None
-        groups = self.state.visit(drawn, chances)
+        chances = drawn.prompts.completion_probability if "completion_probability" in drawn.prompts else None
+        groups = self.state.score_and_store(drawn, chances)
         self.passes.planner.observe(groups)
         if self.instruction is not None:
             self.instruction.observe(groups)
@@ -230,7 +229,7 @@ class GenerationStep:
 
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: Engine) -> Batch:
         """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
-        even, packed = not self.passes.by_prompt, self.args.packing and len(rows) > 0
+        even, packed = not self.passes.variable_group_size, self.args.packing and len(rows) > 0
         counted, layout = self._arrange(drawn, rows, weights[rows])
         held = {n: v for n, v in drawn.held.items() if n not in SHOWN and not n.startswith("extra.")}
         chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(counted)), held=held)
@@ -248,7 +247,11 @@ class GenerationStep:
     def _arrange(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray) -> tuple[Weights, Layout]:
         """What each chosen row weighs in the update, and in which micro-batch it is computed."""
         geometry, args = self.geometry, self.args
-        over_all, whole, even = args.loss_normalizer == "all", len(rows) == drawn.num_rows, not self.passes.by_prompt
+        over_all, whole, even = (
+            args.loss_normalizer == "all",
+            len(rows) == drawn.num_rows,
+            not self.passes.variable_group_size,
+        )
         each = max(1, drawn.num_rows // geometry.num_processes)
         slot = drawn.shuffled * args.steps_per_generation // each  # TRL's own, where groups are even
         if even and (over_all or whole):
@@ -283,7 +286,7 @@ class GenerationStep:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
             metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing tells of the stopped groups
-        metrics |= self.state.foresight.metrics() | self.state.gate.metrics() | self.advice.metrics()
+        metrics |= self.state.foresight.metrics() | self.state.threshold.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.state.unseen is not None:
             planned = len(plan.rows) or plan.num_prompts  # with the prompts that have joined late
@@ -337,7 +340,6 @@ class GenerationStep:
             "batches": self,
             **self.state.parts(),
             "guard": self.rounds.guard,
-            "comparing": self.rounds.comparing,
             "passes": self.passes.stream,
             "advice": self.advice,
             "ledger": self.ledger,

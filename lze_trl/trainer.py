@@ -30,7 +30,7 @@ from .engine import Engine, altered, hidden, rehearsal
 from .fingerprint import fingerprint
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
-from .plan.passes import NoRows, Passes
+from .plan.passes import EmptyRows, Passes
 from .plan.planners import Planner
 from .plan.stream import StreamedRows
 from .prompt_checks import Context, context_of, token_counter
@@ -44,9 +44,9 @@ from .rollout.comparing import Comparing
 from .rollout.controllers import RolloutController, is_plain
 from .rollout.episodes import Episodes, guarded
 from .rollout.evaluated import Evaluated
-from .rollout.guard import RewardError, RewardNotes, checked, of_all
+from .rollout.group_rewards import GroupReward, reader
+from .rollout.reward_checks import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
-from .rollout.settling import GroupReward, reader
 from .select.selectors import Selector
 from .signals import SIGNALS, Interrupted
 from .step import GenerationStep
@@ -185,7 +185,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         )
         kwargs["eval_dataset"] = checks.with_prompts_checked(kwargs.get("eval_dataset"), "evaluation set", given)
         callables = [
-            reader(func, lambda ballots: None, list, True) if isinstance(func, GroupReward) else func for func in funcs
+            reader(func, lambda readings: None, list, True) if isinstance(func, GroupReward) else func
+            for func in funcs
         ]
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
@@ -284,7 +285,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             mode="refill"
             if controller.draws_prompts or args.self_play["instruct"] or args.window > 1
             else self.resolved["pruning"],
-            by_prompt=not is_plain(controller, args.num_generations),
+            variable_group_size=not is_plain(controller, args.num_generations),
             dataset=prompts,
             planner=planner,
             state=self.prompt_state,
@@ -383,7 +384,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if isinstance(dataset, IterableDataset):
             dataset = self.passes.stream
         elif not self.passes.by_loader:
-            dataset = NoRows(len(dataset))
+            dataset = EmptyRows(len(dataset))
         with altered(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
@@ -393,7 +394,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not self.passes.by_loader:
             # With `grows`, whole optimizer steps, however few seeds there are
             least = self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
-            return range(least if self.passes.grows else len(sampler))
+            return range(least if self.passes.is_growing else len(sampler))
         if type(sampler) is RepeatSampler:
             self._order = sampler
         return sampler
@@ -414,15 +415,15 @@ class LZEGRPOTrainer(GRPOTrainer):
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
         seen = Engine(self).with_prefixes(seen, prompts)
         notes = self.reward_notes if self.model.training else None
-        ballots: dict[int, list] = {} if notes is None else notes.ballots
-        ballots |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
+        readings: dict[int, list] = {} if notes is None else notes.readings
+        readings |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
         answers, environments = self.answers, self.environments
-        answers.see(completion_ids_list)
+        answers.look_up(completion_ids_list)
         if not self.model.training:
             answers.warn(inputs, prompts)
 
         def enter(column: int, read: list[Any]):
-            ballots[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
+            readings[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
 
         def truncated() -> list[bool]:
             rows = zip(answers.truncated, answers.reasons(environments), strict=True)
@@ -446,7 +447,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "number, or None where it does not apply."
             )
         if self.group_rewards and not self.model.training:
-            rewards = Engine(self).settle_evaluation(rewards, ballots)
+            rewards = Engine(self).score_groups_of_evaluation(rewards, readings)
         if self._evaluated is not None and not self.model.training:
             rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
             if (by_value := self.generation_step.by_value) is not None:

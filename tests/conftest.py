@@ -50,7 +50,7 @@ def frozen():
 @pytest.fixture
 def fakes(request, monkeypatch):
     """Two servers, of the module's own `Server` if it has one, that are asked again without a pause."""
-    monkeypatch.setattr("lze_trl.servers.pool._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("lze_trl.servers.pool._FIRST_PAUSE", 0.05)
     started = [getattr(request.module, "Server", FakeVLLM)() for _ in range(2)]
     yield started
     for fake in started:

@@ -64,15 +64,11 @@ class FakeVLLM:
         dtype: object = "torch.float32",
         lora: int = 0,
     ):
-        self.vocab_size, self.dtype, self.lora = (
-            vocab_size,
-            str(dtype),
-            lora,
-        )  # the highest rank of adapters that it loads
+        self.vocab_size, self.dtype = vocab_size, str(dtype)
+        self.lora = lora  # the highest rank of adapters that it loads
         self.faults: dict[str, list] = {}  # by path, used up one a request
-        self.always: Callable[[str, dict], object] = lambda path, body: (
-            None
-        )  # the fault of a request that has none of these
+        # The fault of a request that has none of these
+        self.always: Callable[[str, dict], object] = lambda path, body: None
         self.times: list[tuple[str, float]] = []  # of each request, its path and when it came
         self.requests: Counter = Counter()
         self.bodies: list[dict] = []

@@ -1,9 +1,11 @@
-"""A run whose completions come from a server: `python tests/nodes_run.py DIRECTORY URL STEPS`."""
+"""A run whose completions come from a server: `python tests/nodes_run.py DIRECTORY URL STEPS [SETTINGS]`, those as JSON."""
 
+import json
 import sys
 from pathlib import Path
 
 import torch
+from peft import LoraConfig
 
 import tiny
 from lze_trl.checkpoint import last_complete_checkpoint
@@ -16,7 +18,9 @@ def served(directory: Path, *urls: str) -> dict:
     return own | {"strategy": "gate", "telemetry": True}
 
 
-def main(directory: Path, url: str, steps: int, **settings):
+def main(directory: Path, url: str, steps: int, lora: dict | None = None, **settings):
+    """Train on completions of a server, whole weights or an adapter as `lora` configures it, and leave the weights."""
+    settings["trainer"] = {} if lora is None else {"peft_config": LoraConfig(**lora)}
     own = {"max_steps": steps, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 1}
     trainer = tiny.make(directory / "run", dataset=tiny.prompts(12), **served(directory, url) | own | settings)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
@@ -27,4 +31,4 @@ def main(directory: Path, url: str, steps: int, **settings):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), **json.loads("".join(sys.argv[4:]) or "{}"))

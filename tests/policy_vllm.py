@@ -28,9 +28,8 @@ class PolicyVLLM(FakeVLLM):
         self, model, dtype: torch.dtype = torch.float32, deaf: bool = False, restart_every: int = 0, **kwargs
     ):
         self.base, self.deaf, self.restart_every = copy.deepcopy(model).to(dtype).eval(), deaf, restart_every
-        self.asked: list[
-            tuple[str, tuple[int, ...], int]
-        ] = []  # name, prompt and count of each request for completions
+        # Name, prompt and count of each request for completions
+        self.asked: list[tuple[str, tuple[int, ...], int]] = []
         super().__init__(vocab_size=len(tiny.tokenizer()), dtype=dtype, **kwargs)
 
     def start(self):

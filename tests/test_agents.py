@@ -37,7 +37,7 @@ from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer
 from lze_trl.record import open_run
 from lze_trl.rollout.episodes import EpisodeError, Episodes, guarded
-from lze_trl.rollout.guard import checked
+from lze_trl.rollout.reward_checks import checked
 from test_laws import distance
 from tiny import history
 
@@ -360,7 +360,7 @@ class Vote:  # of whole groups; a ballot says of which prompt it is
     def read(self, completions, truncated, start, **columns):
         return start
 
-    def settle(self, ballots, final=True):
+    def score_group(self, ballots, final=True):
         assert len(set(ballots)) == 1
         return SimpleNamespace(rewards=[1.0] * len(ballots), metrics={"votes": len(ballots)})
 

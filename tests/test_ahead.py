@@ -110,32 +110,13 @@ def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
 
 
 @pytest.mark.parametrize("overlap", ["none", "one_step"])
-def test_a_reward_that_compares_completions_is_found_and_gets_whole_groups(serve, tmp_path, caplog, overlap):
-    sizes, server = [], serve(delays=(0.0, 0.1))
-
+def test_a_reward_that_compares_completions_ends_the_run_before_it_is_trained_on(serve, tmp_path, overlap):
     def ranked(prompts, completions, **kwargs):
-        sizes.append([completions and prompts.count(prompt) for prompt in prompts])
         lengths = pd.Series([len(text) + text.count("a") / 100 for text in completions])
         return lengths.groupby(prompts).rank(pct=True).tolist()
 
-    trainer = train(tmp_path, [server], reward=ranked, overlap=overlap)
-    told = [i for i, line in enumerate(caplog.messages) if "`ranked` compares the completions of a group" in line]
-    assert len(told) == 1 and trainer.ledger.rows_given_up > 0
-    assert sum(counts == [4] * 24 for counts in sizes) == 3 and sizes[-1] == [4] * 24
-
-
-def test_a_batch_that_is_drawn_again_is_as_old_as_before_and_logs_whole_groups(serve, tmp_path):
-    def later(prompts, completion_ids, trainer_state, log_metric, **kwargs):
-        own = pd.Series([len(ids) + ids[0] / 100 for ids in completion_ids])
-        if trainer_state.global_step == 0:
-            return own.tolist()
-        log_metric("whole", float(all(prompts.count(prompt) == 4 for prompt in prompts)))
-        return own.groupby(prompts).rank(pct=True).tolist()
-
-    trainer = train(tmp_path, [serve()], reward=later, overlap="one_step")
-    assert trainer.ledger.rows_given_up > 0
-    assert tiny.history(trainer, "lze/rollout_age") == [0.0, 1.0, 1.0]
-    assert tiny.history(trainer, "whole") == [1.0, 1.0]
+    with pytest.raises(ValueError, match="`ranked` scores a completion otherwise when it is alone"):
+        train(tmp_path, [serve(delays=(0.0, 0.1))], reward=ranked, overlap=overlap)
 
 
 def test_a_reward_that_needs_signals_is_told_of_once_under_overlap(serve, tmp_path, caplog):
@@ -197,7 +178,7 @@ def test_without_servers_on_a_gpu_each_round_is_a_pass_and_that_is_said_once(tmp
 def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before(serve, tmp_path, monkeypatch):
     def completed_at_once(engine, request, foresight=None):
         start(engine, request, foresight)
-        for result in list(engine._trainer.vllm_generation._ahead.values()):
+        for result in list(engine._trainer.vllm_generation._under_way.values()):
             result.result()  # before the update begins: no two things at a time
 
     start = Engine.start
@@ -233,14 +214,6 @@ def test_without_a_lag_overlap_is_the_run_without(serve, tmp_path, monkeypatch):
     assert sum(count for what, count in server.order if what == "begun") == started.ledger.rows_rolled_out
 
 
-def test_with_a_learning_rate_of_zero_overlap_draws_the_same_completions(serve, tmp_path):
-    for pruning in ("none", "refill"):
-        settings = {"learning_rate": 0.0, "pruning": pruning, "num_train_epochs": 3}
-        one, other = (told(train(tmp_path / o, [serve()], overlap=o, **settings)) for o in ("none", "one_step"))
-        pd.testing.assert_frame_equal(one[2], other[2])
-        assert one[1] == other[1]
-
-
 @pytest.mark.parametrize("at", [2, 3])  # between two batches, and in the middle of one
 def test_a_resumed_run_is_the_uninterrupted_one(serve, tmp_path, at):
     settings = {"overlap": "one_step", "save_strategy": "steps", "save_steps": at, "max_steps": 8}
@@ -269,14 +242,6 @@ def test_two_processes_overlap_as_one(serve, tmp_path, strategy):
         asked.append((server.requests["/v1/completions"], open_run(directory / "run").generations().rows.tolist()))
     assert gap(*(tmp_path / count / "weights.pt" for count in "12")) < 1e-6
     assert asked[0] == asked[1]  # also where two processes cannot share a round evenly
-
-
-def test_evaluation_waits_for_what_is_under_way(serve, tmp_path):
-    settings = {"overlap": "one_step", "eval_strategy": "steps", "eval_steps": 2}
-    evaluated = train(tmp_path / "evaluated", [serve(delays=(0.0, 0.1))], **settings)
-    assert len(tiny.history(evaluated, "eval_reward")) == 3
-    plain = train(tmp_path / "plain", [serve()], overlap="one_step")
-    assert_same(told(evaluated), told(plain))
 
 
 @pytest.mark.parametrize("shape", ["two steps", "iterated", "neither divides"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, gaps, grading
+from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, grading, math_verify_fixes
 from lze_trl.rewards.majority import read_vote, same_answer
 
 
@@ -101,19 +101,21 @@ REWRITTEN = {
 
 
 def test_every_rewrite_has_its_examples():
-    assert [example for _, _, example in gaps.REWRITES] == [*REWRITTEN]
+    assert [example for _, _, example in math_verify_fixes.REWRITES] == [*REWRITTEN]
 
 
 @pytest.mark.parametrize("example", REWRITTEN)
 def test_a_rewrite_is_needed_and_makes_no_other_answer_right(example, monkeypatch):
     completion, (gold, other) = rf"\boxed{{{example}}}", REWRITTEN[example]
     assert accuracy_reward([completion] * 2, [gold, other]) == [1.0, 0.0]
-    monkeypatch.setattr(gaps, "REWRITES", [entry for entry in gaps.REWRITES if entry[2] != example])
-    grading._read_bare.cache_clear()
+    monkeypatch.setattr(
+        math_verify_fixes, "REWRITES", [entry for entry in math_verify_fixes.REWRITES if entry[2] != example]
+    )
+    grading._read_plain.cache_clear()
     try:
         assert accuracy_reward([completion], [gold]) == [0.0]
     finally:
-        grading._read_bare.cache_clear()
+        grading._read_plain.cache_clear()
 
 
 # ---- Boxes, and several gold answers ----
@@ -145,4 +147,4 @@ def test_any_of_several_gold_answers_is_right():
     assert accuracy_reward(boxes, golds) == [1.0, 0.0, 1.0, 1.0, None, None]
     assert exact_match_reward(["6", "5,6", "7", "0.5"], golds[:4]) == [1.0, 0.0, 1.0, 0.0]
     reward = MajorityReward(bounds=(0, 1), margin=1)
-    assert reward.settle(reward.read(boxes[:2], [False] * 2, golds[:2])).rewards == [1.0, 0.0]
+    assert reward.score_group(reward.read(boxes[:2], [False] * 2, golds[:2])).rewards == [1.0, 0.0]

@@ -68,19 +68,18 @@ PURE = (
 )
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the package by its name, without the package's own."""
+def modules(folder: Path = PACKAGE) -> dict[str, Path]:
+    """Every module of a package by its name, without the package's own."""
     found = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
+    for path in folder.rglob("*.py"):
+        parts = path.relative_to(folder).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-@pytest.fixture(scope="module")
-def imports() -> dict[str, set[str]]:
-    """The modules of the package that each of them imports: at its top, in functions, and for types."""
-    known, graph = modules(), defaultdict(set)
+def imports_of(known: dict[str, Path]) -> dict[str, set[str]]:
+    """The modules of their package that each of these imports: at its top, in functions, and for types."""
+    graph = defaultdict(set)
     for name, path in known.items():
         package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -94,8 +93,16 @@ def imports() -> dict[str, set[str]]:
     return {name: targets for name, targets in graph.items() if name}  # the package's own may name what is public
 
 
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    return imports_of(modules())
+
+
 def test_no_module_imports_in_a_circle(imports):
     graphlib.TopologicalSorter(imports).prepare()
+    benchmarks = imports_of(modules(PACKAGE.parent / "benchmarks"))
+    assert len(benchmarks) > 10
+    graphlib.TopologicalSorter(benchmarks).prepare()
 
 
 def test_rooms_import_only_what_they_may(imports):

@@ -14,9 +14,9 @@ from lze_trl.rollout.controllers import (
     DynamicSampling,
     ReinforceAda,
     RolloutController,
-    ask,
-    ask_keep,
-    ask_more,
+    requested_counts,
+    requested_prompts,
+    row_weights,
     stratified,
 )
 from lze_trl.seeding import keyed_rng
@@ -41,9 +41,9 @@ def play(controller: RolloutController, outcomes: list[list[float]], first: int 
     for index in range(50):
         prompts, drawn = prompts_of(num_prompts), batch(rows, num_prompts)
         if index:
-            num_prompts += ask_more(controller, index, prompts, drawn, k)
+            num_prompts += requested_prompts(controller, index, prompts, drawn, k)
             prompts, drawn = prompts_of(num_prompts), batch(rows, num_prompts)
-        answer = ask(controller, index, prompts, drawn, keyed_rng(0, index, "rollouts"))
+        answer = requested_counts(controller, index, prompts, drawn, keyed_rng(0, index, "rollouts"))
         if not answer.any():
             return counts, drawn
         counts.append(answer.tolist())
@@ -142,7 +142,10 @@ def test_kept_rows_are_the_published_ones(case):
 )
 def test_further_prompts(round, outcomes, k, expected):
     controller = DynamicSampling(group_size=2, max_rounds=3, num_prompts=8)
-    assert ask_more(controller, round, prompts_of(len(outcomes)), rollouts(dict(enumerate(outcomes))), k) == expected
+    assert (
+        requested_prompts(controller, round, prompts_of(len(outcomes)), rollouts(dict(enumerate(outcomes))), k)
+        == expected
+    )
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 7), st.integers(1, 7), st.integers(1, 4))
@@ -171,9 +174,9 @@ def test_a_users_wrong_answers(method, answer):
 
     own, three, drawn, rng = Own(), prompts_of(3), rollouts({0: [1, 0], 1: [0]}), np.random.default_rng(0)
     asked = {
-        "draw": lambda: ask(own, 0, three, batch([], 3), rng),
-        "more": lambda: ask_more(own, 1, three, drawn, 2),
-        "keep": lambda: ask_keep(own, drawn, rng),
+        "draw": lambda: requested_counts(own, 0, three, batch([], 3), rng),
+        "more": lambda: requested_prompts(own, 1, three, drawn, 2),
+        "keep": lambda: row_weights(own, drawn, rng),
     }
     with pytest.raises(ValueError, match=rf"`Own.{method}` must return an .*, got "):
         asked[method]()

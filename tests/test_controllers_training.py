@@ -455,11 +455,11 @@ class RechecksLong(RolloutController):
     def __init__(self, long: set[int]):
         self.long = long
 
-    def chances(self, round, prompts, drawn):
+    def probabilities(self, round, prompts, drawn):
         return np.where(np.isin(prompts.prompt_ids, list(self.long)), 0.5, 1.0) if round == 0 else None
 
     def draw(self, round, prompts, drawn, rng):
-        begins = rng.random(len(prompts)) < self.chances(0, prompts, drawn)
+        begins = rng.random(len(prompts)) < self.probabilities(0, prompts, drawn)
         return np.where(begins & (round == 0), 4, 0)
 
 

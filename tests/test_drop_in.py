@@ -229,7 +229,7 @@ class Voting:
     def read(self, completions, truncated, **columns):
         return [len(text) for text in completions]
 
-    def settle(self, ballots, final=True):
+    def score_group(self, ballots, final=True):
         raise NotImplementedError
 
 

@@ -34,17 +34,6 @@ def answers(engine, problems=None, max_tokens=4):
     return {request.problem.id: output for request, output in found}
 
 
-def test_a_server_that_fails_leaves_its_requests_to_the_others(fakes):
-    engine = ServerEngine.connect([fake.url for fake in fakes], recovery_timeout=0.2)
-    fakes[0].stop()
-    assert len(answers(engine)) == fakes[1].requests["/v1/completions"] == 6
-    fakes[1].stop()
-    with pytest.raises(ConnectionError, match=r"No vLLM server is left, and none returned within 0\.2 s"):
-        answers(engine)
-    with pytest.raises(ConnectionError, match=r"Not up after 0\.2 s"):
-        ServerEngine.connect([fake.url for fake in fakes], recovery_timeout=0.2)
-
-
 def test_answers_are_not_believed(fakes, caplog):
     engine = ServerEngine.connect([fakes[0].url], recovery_timeout=5.0)
     fakes[0].faults["/v1/completions"] = [lambda choice: choice.update(text=["a"])]

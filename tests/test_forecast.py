@@ -186,7 +186,7 @@ def test_a_run_and_its_telemetry_say_the_same(tmp_path, capsys):
     found = sample_of_folder(tmp_path)
     run = open_run(tmp_path)
     summary = run.summary()
-    assert (len(found), found.size, found.settled) == (summary["groups"], 4, True)
+    assert (len(found), found.size, found.completions_known) == (summary["groups"], 4, True)
     assert np.mean(found.causes != "") == summary["dead"] / summary["groups"] > 0
     np.testing.assert_array_equal(found.batch.alive, found.causes == "")
     np.testing.assert_allclose(found.passes / 4, run.groups()["pass_rate"])

@@ -6,7 +6,7 @@ import pytest
 from lze_trl.batch import Batch
 from lze_trl.memory.foresight import NUM_FEATURES, Foresight, History, features
 from lze_trl.memory.posterior import beta_parameters, dead_probability
-from lze_trl.memory.state import PromptState, first_completions
+from lze_trl.memory.state import PromptState, smallest_group_aliveness
 from samples import NAN, rollouts, sampled
 
 
@@ -19,7 +19,7 @@ def history(count: int, rng: np.random.Generator, **known) -> History:
         "visits": rng.integers(0, 4, count),
         "pass_rates": rng.uniform(0.05, 0.95, count),
         "strength": rng.integers(0, 17, count),
-        "last": rng.integers(0, SIZE + 1, count) / SIZE,
+        "last_mean": rng.integers(0, SIZE + 1, count) / SIZE,
         "streak": rng.integers(-3, 4, count),
         "stopped": np.zeros(count),
         "logprob_mean": -rng.exponential(3.0, count),
@@ -47,26 +47,15 @@ class World:
         ids = self.rng.permutation(len(self.rates))[:120]
         known = self.state.history(ids)
         expected = self.state.foresight.forecasts(known, SIZE)
-        groups = self.state.visit(sampled(self.rng, ids, self.rates[ids], SIZE))
+        groups = self.state.score_and_store(sampled(self.rng, ids, self.rates[ids], SIZE))
         return known.visits > 0, *expected, groups.alive
-
-
-def test_at_first_the_posterior_forecasts():
-    known = history(50, np.random.default_rng(0))
-    model, posterior = Foresight().forecasts(known, SIZE)
-    np.testing.assert_allclose(model, by_posterior(known, SIZE), atol=1e-12)
-    np.testing.assert_array_equal(model, posterior)
-    np.testing.assert_array_equal(Foresight().alive(known, SIZE), model)
-    # Sizes that differ, and groups that cannot be alive
-    sizes = np.arange(50) % 5
-    np.testing.assert_allclose(Foresight().alive(known, sizes), by_posterior(known, sizes) * (sizes > 1), atol=1e-12)
 
 
 def test_one_batch_by_hand():
     # The weights are the maximum of their posterior: there its gradient vanishes, and the precision is its curvature
     rng, foresight = np.random.default_rng(2), Foresight()
     known, alive = history(300, rng), rng.random(300) < 0.3
-    foresight.see(known, SIZE, alive)
+    foresight.fit(known, SIZE, alive)
     p, posterior = foresight.forecasts(known, SIZE)
     x = features(known, np.log(posterior / (1.0 - posterior)))
     np.testing.assert_allclose(0.5 * foresight.model.weights + x.T @ (p - alive), 0.0, atol=1e-6)
@@ -92,11 +81,11 @@ def test_a_model_that_is_not_calibrated_is_not_used():
     foresight.model.weights[1] = 3.0  # of every prompt that was visited
     rng = np.random.default_rng(0)
     known = history(400, rng, visits=np.ones(400))
-    foresight.see(known, SIZE, rng.random(400) < by_posterior(known, SIZE), learn=False)
+    foresight.fit(known, SIZE, rng.random(400) < by_posterior(known, SIZE), learn=False)
     assert not foresight.model.used
     np.testing.assert_allclose(foresight.alive(known, SIZE), by_posterior(known, SIZE), atol=1e-12)
     for _ in range(60):  # until it has learned better
-        foresight.see(known, SIZE, rng.random(400) < by_posterior(known, SIZE) ** 2)
+        foresight.fit(known, SIZE, rng.random(400) < by_posterior(known, SIZE) ** 2)
     assert foresight.metrics()["foresight_used"] == 1.0
 
 
@@ -104,12 +93,12 @@ def test_a_batch_is_forecast_before_it_is_learned_from():
     rng = np.random.default_rng(3)
     known, alive = history(100, rng, visits=np.ones(100)), rng.random(100) < 0.5
     foresight = Foresight()
-    foresight.see(known, SIZE, alive)
+    foresight.fit(known, SIZE, alive)
     expected = by_posterior(known, SIZE)
     assert foresight.metrics()["foresight_brier"] == pytest.approx(((expected - alive) ** 2).mean())
     assert foresight.metrics()["foresight_alive"] == pytest.approx(expected.mean())
     before = foresight.model.state_dict()["weights"].copy()
-    foresight.see(known, SIZE, alive, learn=False)
+    foresight.fit(known, SIZE, alive, learn=False)
     np.testing.assert_array_equal(foresight.model.weights, before)
 
 
@@ -117,23 +106,23 @@ def test_the_last_visit_is_remembered():
     state = PromptState()
     batch = rollouts({7: [1, 0, 1, 1], 8: [0, 0, 0, 0]})
     sampled = np.array([-1.0, -2.0, NAN, -0.5, NAN, NAN, NAN, NAN])
-    state.visit(batch.with_rows(logprobs=sampled))
+    state.score_and_store(batch.with_rows(logprobs=sampled))
     known = state.history(np.array([8, 7, 99]))
     assert known.visits.tolist() == [1, 1, 0]
-    assert known.last.tolist() == [0.0, 0.75, 0.0]
+    assert known.last_mean.tolist() == [0.0, 0.75, 0.0]
     np.testing.assert_allclose(known.logprob_mean[:2], [NAN, -3.5 / 3], rtol=1e-3)
     np.testing.assert_array_equal(known.logprob_min[:2], [NAN, -2.0])
     np.testing.assert_array_equal(known.logprob_max[:2], [NAN, -0.5])
     assert known.age[:2].tolist() == [1, 1]
-    state.visit(rollouts({8: [1, 1, 0, 0]}))
+    state.score_and_store(rollouts({8: [1, 1, 0, 0]}))
     assert state.history(np.array([7, 8])).age.tolist() == [2, 1]
-    assert state.history(np.array([7, 8])).last.tolist() == [0.75, 0.5]
+    assert state.history(np.array([7, 8])).last_mean.tolist() == [0.75, 0.5]
 
 
 def test_only_completions_that_no_outcome_has_called_for_are_learned_from():
     # Two each, then two more where the first two differ: adaptive sizes alone would give the answer away
     group = np.array([0, 0, 0, 0, 1, 1, 2, 2, 2])
     values = np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0])
-    size, alive = first_completions(Batch.of(np.arange(3), group, values, values, group, group))
+    size, alive = smallest_group_aliveness(Batch.of(np.arange(3), group, values, values, group, group))
     assert size == 2
     assert alive.tolist() == [True, False, False]  # the last one was dead then

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
-from lze_trl.rollout.controllers import Gate, ask
-from lze_trl.rollout.payoff import GateGuard, gated
+from lze_trl.rollout.controllers import Gate, requested_counts
+from lze_trl.rollout.gate_guard import GateGuard, guard_evidence
 from samples import NAN, prompts_of, rollouts, sampled
 
 
@@ -24,7 +24,7 @@ class World:
     def __init__(self, prompts: int = 2000, alone: bool = False, control: float = 0.0):
         self.rng = np.random.default_rng(0)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
-        self.state = PromptState(group_size=SIZE, alone=alone)
+        self.state = PromptState(group_size=SIZE, independent_groups=alone)
         self.controller, self.guard = Gate(SIZE, control=control), GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
@@ -45,33 +45,33 @@ class World:
             self._next = self.rng.permutation(len(self.rates))
         ids, self._next = self._next[:count], self._next[count:]
         whole = sampled(self.rng, ids, self.rates[ids], SIZE)
-        lots = self.rng.random(count) if self.guard.on else np.ones(count)
+        random_draws = self.rng.random(count) if self.guard.on else np.ones(count)
         none, unsure = np.zeros(count, dtype=bool), np.ones(count)
-        prompts = self.guard.told(self.state.prompts(ids), lots, unsure)
-        begins = self.controller.chances(0, prompts, whole)
-        begun = ask(self.controller, 0, prompts, whole, self.rng)
+        prompts = self.guard.with_guard_columns(self.state.prompts(ids), random_draws, unsure)
+        begins = self.controller.probabilities(0, prompts, whole)
+        begun = requested_counts(self.controller, 0, prompts, whole, self.rng)
         if not begun.any():
             return
         if self.guard.draws_whole:
             assert set(begun) == {SIZE}
-            self.guard.see(whole, *gated(self.controller, self.state, whole, unsure, None), SIZE)
+            self.guard.update(whole, *guard_evidence(self.controller, self.state, whole, unsure, None), SIZE)
             self._count(whole, unsure, ~none, unsure)
-            self.state.visit(whole, unsure)
+            self.state.score_and_store(whole, unsure)
             return
         assert set(begun) <= {0, 1}
         begins = np.where(begun > 0, begins, 0.0)
         first = _some(whole, none, begun > 0)
-        prompts = self.guard.told(self.state.prompts(ids, first), lots, begins)
-        chances = self.controller.chances(1, prompts, first)
-        goes_on = ask(self.controller, 1, prompts, first, self.rng)
+        prompts = self.guard.with_guard_columns(self.state.prompts(ids, first), random_draws, begins)
+        chances = self.controller.probabilities(1, prompts, first)
+        goes_on = requested_counts(self.controller, 1, prompts, first, self.rng)
         assert set(goes_on) <= {0, SIZE - 1}
         finished = np.where(goes_on > 0, chances, 0.0)
         drawn = _some(whole, goes_on > 0, begun > 0)
-        self.guard.see(drawn, *gated(self.controller, self.state, drawn, begins, finished), SIZE)
+        self.guard.update(drawn, *guard_evidence(self.controller, self.state, drawn, begins, finished), SIZE)
         whole, prompts = whole.take(begun[whole.group] > 0).without_empty_groups(), prompts.take(begun > 0)
         chances, goes_on = chances[begun > 0], goes_on[begun > 0]
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
-        self.state.visit(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
+        self.state.score_and_store(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
 
     def _count(self, whole: Batch, expected: np.ndarray, goes_on: np.ndarray, chances: np.ndarray):
         self.kept += (whole.alive & (chances == 1.0)).sum()
@@ -123,7 +123,7 @@ def test_no_other_choice_yields_more_for_each_completion(alive, cost):
 
 
 def test_a_group_that_goes_on_alone_is_judged_by_what_completions_have_yielded():
-    gate = Threshold(4, alone=True)
+    gate = Threshold(4, independent=True)
     drawn = rollouts({i: [float(i < 16), 0.0, 0.0, 0.0] for i in range(128)})  # 16 live groups by 512 completions
 
     def needed(forecasts):
@@ -131,9 +131,9 @@ def test_a_group_that_goes_on_alone_is_judged_by_what_completions_have_yielded()
         return alike
 
     assert needed([0.0, 0.2]) == 0.0  # nothing to compare with: all go on
-    gate.see(prompts_of(128), drawn, np.zeros(128))
+    gate.fit(prompts_of(128), drawn, np.zeros(128))
     assert needed([0.2]) == needed([0.9, 0.2]) == needed([0.2] * 200) == pytest.approx(3 * (16 - 4) / 512)
-    gate.see(prompts_of(64), rollouts({i: [0.0] for i in range(64)}), np.zeros(64))
+    gate.fit(prompts_of(64), rollouts({i: [0.0] for i in range(64)}), np.zeros(64))
     assert needed([0.2]) == pytest.approx(3 * (8 - 8**0.5) / (256 + 64))  # half of the window is left
 
 
@@ -152,9 +152,9 @@ def test_it_draws_one_then_the_others_and_nothing_after():
     known = {"alive": [0.4, 0.4, 0.4, 0.01], "alive_given_first": [0.1, 0.8, 0.1, NAN]}
     prompts = prompts_of(4, alive_needed=[0.2] * 4, **known)
     drawn = rollouts({0: [1.0], 1: [1.0], 2: [1.0], 3: []})
-    counts = [ask(controller, i, prompts, drawn, rng).tolist() for i in range(3)]
+    counts = [requested_counts(controller, i, prompts, drawn, rng).tolist() for i in range(3)]
     assert counts == [[1, 1, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
-    begins, finishes, nothing = (controller.chances(i, prompts, drawn) for i in range(3))
+    begins, finishes, nothing = (controller.probabilities(i, prompts, drawn) for i in range(3))
     assert begins.tolist() == [1.0, 1.0, 1.0, 0.0] and finishes[:3].tolist() == [1e-9, 1.0, 1e-9] and nothing is None
 
 
@@ -168,7 +168,7 @@ def test_one_group_stands_for_those_that_chance_left_out():
     for repeats in (1, 2):
         gate, ids = Threshold(), np.arange(40 * repeats)
         drawn = rollouts({int(i): outcomes[i % 40].tolist() for i in ids})
-        gate.see(prompts_of(len(ids)), drawn, np.full(len(ids), 2.0 / repeats))
+        gate.fit(prompts_of(len(ids)), drawn, np.full(len(ids), 2.0 / repeats))
         halves.append(gate.model.weights)
     np.testing.assert_allclose(halves[0], halves[1], atol=1e-9)
     assert halves[0].any()
@@ -178,7 +178,7 @@ def test_groups_that_were_stopped_teach_nothing():
     gates = Threshold(), Threshold()
     for gate, stopped in zip(gates, ([1.0], [0.0]), strict=True):
         drawn = rollouts({0: [1.0, 0.0], 1: [0.0, 0.0], 2: stopped})
-        gate.see(prompts_of(3), drawn, np.array([1.0, 20.0, 0.0]))
+        gate.fit(prompts_of(3), drawn, np.array([1.0, 20.0, 0.0]))
     np.testing.assert_equal(gates[0].state_dict(), gates[1].state_dict())
 
 
@@ -190,7 +190,7 @@ def test_one_completion_ends_a_streak_but_makes_none_longer():
     streaks = []
     for outcomes in ([1.0], [1.0, 1.0], [1.0], [1.0, 1.0], [1.0], [0.0], [0.0], [0.0, 0.0], [0.0], [1.0]):
         chances = np.array([float(len(outcomes) > 1), 1.0])
-        state.visit(rollouts({1: outcomes, 2: [1.0, 0.0]}), chances)
+        state.score_and_store(rollouts({1: outcomes, 2: [1.0, 0.0]}), chances)
         prompts = state.prompts(np.array([1]))
         streaks.append((int(prompts.streak[0]), bool(prompts.pruned[0])))
     expected = [0, 1, 1, 2, 2, 0, 0, -1, -1, 0]
@@ -200,10 +200,10 @@ def test_one_completion_ends_a_streak_but_makes_none_longer():
 def test_one_completion_is_not_the_first_visit_of_the_anchor():
     # Passed once, which would make it the easiest there is; then 1 of 4 passes
     state = PromptState()
-    state.visit(rollouts({1: [1.0]}), np.zeros(1))
+    state.score_and_store(rollouts({1: [1.0]}), np.zeros(1))
     assert state.prompts(np.array([1])).difficulty.tolist() == [1.0]
-    groups = state.visit(rollouts({1: [1.0, 0.0, 0.0, 0.0]}), np.ones(1))
+    groups = state.score_and_store(rollouts({1: [1.0, 0.0, 0.0, 0.0]}), np.ones(1))
     assert groups.difficulty.tolist() == [0.75]
     assert groups.visits.tolist() == [2]
-    assert state.visit(rollouts({1: [1.0] * 4}), np.ones(1)).difficulty.tolist() == [0.75]
+    assert state.score_and_store(rollouts({1: [1.0] * 4}), np.ones(1)).difficulty.tolist() == [0.75]
     np.testing.assert_allclose(state.prompts(np.array([1])).pass_rates, (1 + 6) / (2 + 9))

@@ -9,55 +9,52 @@ from hypothesis import strategies as st
 
 from lze_trl.selfplay.filters import MAX_WORDS, REASONS, reason_to_reject
 from lze_trl.selfplay.overlap import OverlapIndex
-from lze_trl.selfplay.templates import TEMPLATES, Item
+from lze_trl.selfplay.templates import Item, read_problems, request_text
 from lze_trl.selfplay.writer import KNOWN, UNREAD, InstructError, Seeds, Writer, id_in_words
 from lze_trl.servers.client import Output
 from lze_trl.settings import SelfPlaySettings
 
 
-NUMBERED, TAGGED = TEMPLATES["serl"], TEMPLATES["tagged"]
+def read(text, truncated=False):
+    """The complete problems of an answer to a request with 8 exemplars."""
+    return [item.text for item in read_problems(text, 8, truncated) if item.complete]
 
 
-def read(template, text, truncated=False, after=8):
-    return [item.text for item in template.read(text, after, truncated) if item.complete]
+# ---- The numbered list ----
 
 
-# ---- Templates ----
-
-
-def test_the_numbered_request_ends_with_the_open_number():
-    request = NUMBERED.request(["What is\n2 + 3?", "Find $x$."])
-    assert request == "Come up with a series of questions:\n1. What is 2 + 3?\n2. Find $x$.\n3."
+def test_a_request_ends_with_the_open_number():
+    assert (
+        request_text(["What is\n2 + 3?", "Find $x$."])
+        == "Come up with a series of questions:\n1. What is 2 + 3?\n2. Find $x$.\n3."
+    )
 
 
 TRAIN = "A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"
 
 
 @pytest.mark.parametrize(
-    ("template", "text", "items"),
+    ("text", "items"),
     [
-        (NUMBERED, f"What is 2?\n10. {TRAIN}", ["What is 2?", TRAIN]),  # begins with the open item
-        (NUMBERED, f"9. What is 2?\n10. {TRAIN}", ["What is 2?", TRAIN]),
-        (NUMBERED, f"**9.** What is 2?\n**10.** {TRAIN}", ["What is 2?", TRAIN]),
+        (f"What is 2?\n10. {TRAIN}", ["What is 2?", TRAIN]),  # begins with the open item
+        (f"9. What is 2?\n10. {TRAIN}", ["What is 2?", TRAIN]),
+        (f"**9.** What is 2?\n**10.** {TRAIN}", ["What is 2?", TRAIN]),
         # Only numbers that continue the count begin items
-        (NUMBERED, "I list:\n1. 4 cows\n2. 7\nSum?\n10. What is 3?", ["I list: 1. 4 cows 2. 7 Sum?", "What is 3?"]),
+        ("I list:\n1. 4 cows\n2. 7\nSum?\n10. What is 3?", ["I list: 1. 4 cows 2. 7 Sum?", "What is 3?"]),
         # Drafts of the thinking are no problems
-        (NUMBERED, "<think>\nWhat is 1?\n10. What is 7?\n</think>\nWhat is 2?", ["What is 2?"]),
-        (TAGGED, "<think><question>What is 1?</question></think><question>What is 2?</question>", ["What is 2?"]),
-        # One that was cut off is not complete, and closing words are no part of one
-        (TAGGED, "<question>What is 2?</question><question>Tom has 5", ["What is 2?"]),
-        (NUMBERED, "What is 2?\n\nAnswer: 5\n10. What is 4?\n\nI hope these help!", ["What is 2?", "What is 4?"]),
-        (TAGGED, "Sure!\n<question> What is 2? </question>\nThe answer is 2.", ["What is 2?"]),
+        ("<think>\nWhat is 1?\n10. What is 7?\n</think>\nWhat is 2?", ["What is 2?"]),
+        # Closing words are no part of a problem
+        ("What is 2?\n\nAnswer: 5\n10. What is 4?\n\nI hope these help!", ["What is 2?", "What is 4?"]),
     ],
 )
-def test_problems_of_an_answer(template, text, items):
-    assert read(template, text) == items
+def test_problems_of_an_answer(text, items):
+    assert read(text) == items
 
 
 def test_an_item_that_was_cut_off_is_not_complete():
     text = "What is 2 + 3?\n10. Tom has 5 apples and gives"
-    assert read(NUMBERED, text, truncated=True) == ["What is 2 + 3?"]
-    assert [item.text for item in NUMBERED.read(text, 8, True)][-1] == "Tom has 5 apples and gives"
+    assert read(text, truncated=True) == ["What is 2 + 3?"]
+    assert [item.text for item in read_problems(text, 8, True)][-1] == "Tom has 5 apples and gives"
 
 
 line = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), min_size=1).map(
@@ -69,7 +66,7 @@ line = st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"
 @given(st.lists(line.filter(lambda text: re.match(r"\w", text) and not re.match(r"\d+[.)]", text)), min_size=1))
 def test_a_numbered_answer_gives_back_any_lines(texts):
     answer = "\n".join(f"{i}. {text}" for i, text in enumerate(texts, 9))
-    assert read(NUMBERED, answer) == texts
+    assert read(answer) == texts
 
 
 # ---- Filters ----
@@ -130,7 +127,7 @@ def test_similarity_is_rouge_l(one, other):
 
 
 def test_the_nearest_is_found_in_every_part_of_the_index(monkeypatch):
-    monkeypatch.setattr("lze_trl.selfplay.overlap._CELLS", 6)
+    monkeypatch.setattr("lze_trl.selfplay.overlap._MAX_CELLS", 6)
     texts = [f"word{i} word{i + 1} word{i + 2} end" for i in range(20)]
     index = OverlapIndex(texts[:13])
     index.add(texts[13:])
@@ -150,7 +147,7 @@ ONE = SelfPlaySettings(examples=1, own=0, requests=1)
 
 def admitted(writer, *texts):
     """What a writer admits of these problems of a model."""
-    answer = "".join(f"<question>{text}</question>" for text in texts)
+    answer = "\n".join(f"{i}. {text}" for i, text in enumerate(texts, 2))
     return writer.round([], lambda requests, decoding: [(request, Output(answer, 9, False)) for request in requests])
 
 
@@ -176,7 +173,7 @@ def test_the_parents_of_a_problem_are_what_its_request_showed():
         for request in reversed(requests):  # answers arrive in any order
             shown[request.sample] = [text for text in PLAIN if text in request.problem.prompt[-1]["content"]]
             words = " ".join(f"{'xyz'[request.sample]}{letter}" for letter in "abcdefgh")
-            yield request, Output(f"<question>How many {words} are there?</question>", 9, False)
+            yield request, Output(f"How many {words} are there?", 9, False)
 
     found = Writer(SelfPlaySettings(examples=2, own=0, requests=3), Seeds(PLAIN)).write(3, [], ask)
     assert [problem.text[9:11] for problem in found] == ["xa", "ya", "za"]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -12,18 +13,20 @@ from peft import LoraConfig, get_peft_model
 import nodes_run
 import tiny
 from fake_vllm import Reply, http_settings
+from launches import by_accelerate, gap, on_processes, on_two_cpus, run_to_end
 from lze_trl.record import open_run
 from lze_trl.servers.client import ServerError, ServerMismatchError
 from lze_trl.servers.generation import HTTPGeneration
 from policy_vllm import PolicyVLLM
 
 
+ROOT = Path(__file__).parents[1]
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 @pytest.fixture
 def serve(request, monkeypatch):
-    monkeypatch.setattr("lze_trl.servers.pool._RETRY_SECONDS", 0.02)
+    monkeypatch.setattr("lze_trl.servers.pool._FIRST_PAUSE", 0.02)
 
     def start(**kwargs):
         server = PolicyVLLM(tiny.model(), **{"lora": 8} | kwargs)
@@ -43,13 +46,8 @@ def train(directory, servers, sync, overlap="none", **lora):
 
     own = nodes_run.served(directory, *(server.url for server in servers))
     own["vllm_server_kwargs"] = {"sync": sync, "sync_dir": str(directory / "sync")}
-    own |= {
-        "controller_kwargs": {"control": 0.0},
-        "max_steps": 6,
-        "learning_rate": 0.05,
-        "overlap": overlap,
-        "lr_scheduler_type": "constant",
-    }
+    own |= {"controller_kwargs": {"control": 0.0}, "max_steps": 6, "learning_rate": 0.05, "overlap": overlap}
+    own["lr_scheduler_type"] = "constant"
     given = {"peft_config": LoraConfig(**LORA | lora), "eval_dataset": tiny.prompts(3)}
     trainer = tiny.make(directory / "run", reward_funcs=reward, dataset=tiny.prompts(12), trainer=given, **own)
     trainer.train()
@@ -89,6 +87,37 @@ def test_an_adapter_alone_trains_as_merged_weights_do(serve, tmp_path, overlap, 
     assert len(adding.adapters) == 1 and versions(adding) == sorted(versions(adding))
     asked = pd.DataFrame(adding.asked, columns=["name", "prompt", "count"])
     assert set(asked.groupby(["name", "prompt"])["count"].sum()) <= {1, 4, 5, 8}
+
+
+def adapter_alone(directory, url, size):
+    """Train an adapter with a server, as one process of a run."""
+    nodes_run.main(directory, url, 4, **adapter_settings(directory, size))
+
+
+def adapter_settings(directory, size) -> dict:
+    servers = {"sync": "adapter", "sync_dir": str(directory / "sync")}
+    settings = {"lora": LORA, "vllm_server_kwargs": servers, "strategy": "exact", "generation_batch_size": 24}
+    return settings | {"per_device_train_batch_size": size}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "zero3"])
+def test_two_processes_send_the_adapter_that_one_sends(serve, tmp_path, way):
+    one, two = serve(), serve()
+    single, directory = tmp_path / "one", tmp_path / "two"
+    adapter_alone(single, one.url, 24)
+    if way == "ddp":
+        on_processes(2, tmp_path / "log.txt", adapter_alone, directory, two.url, 12)
+    else:
+        command = [*by_accelerate(tmp_path, on_two_cpus(way)), nodes_run.__file__, directory, two.url, "4"]
+        settings = json.dumps(adapter_settings(directory, 12))
+        run_to_end([*command, settings], env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)})
+    assert gap(single / "weights.pt", directory / "weights.pt") < 1e-5
+    for server in (one, two):
+        assert server.requests["/collective_rpc"] == 0 and len(server.adapters) == 1
+    # One process talks to the server, and sends the adapter as often as a single one does
+    assert two.requests == one.requests and one.requests["/v1/load_lora_adapter"] > 1
+    assert versions(two) == versions(one)
 
 
 def connect(directory, accelerator, server, sync, config, prepare=lambda model: None):
@@ -181,7 +210,7 @@ def test_a_request_for_an_older_adapter_fails(serve, accelerator, tmp_path):
     server = serve()
     generation = connect(tmp_path, accelerator, server, "adapter", {})
     generation.sync_weights()
-    (late,) = generation._groups([[5, 6]], [2], "train/0")
+    (late,) = generation._requests_of([[5, 6]], [2], "train/0")
     generation.sync_weights()
     with pytest.raises(ServerError, match=r"failed 5 times.*404: .*does not exist"):
         list(generation.pool.stream([late]))

@@ -108,7 +108,7 @@ def verdict_of(*answers, truncated=(), gold=None, **arguments):
     """What is said of one group of completions."""
     reward = MajorityReward(**{"bounds": (0.0, 1.0), "margin": 1, "min_valid": 0.0} | arguments)
     cut = [i in truncated for i in range(len(answers))]
-    return reward.settle(reward.read(votes(*answers), cut, None if gold is None else [gold] * len(answers)))
+    return reward.score_group(reward.read(votes(*answers), cut, None if gold is None else [gold] * len(answers)))
 
 
 def judge(*answers, **arguments):
@@ -143,7 +143,7 @@ def test_bounds_are_inclusive_and_of_all_completions():
 )
 def test_the_reason_of_an_abstention_is_logged(reason, answers):
     reward = MajorityReward()
-    verdict = reward.settle(reward.read(votes(*answers), [False] * len(answers), level=["1"]))
+    verdict = reward.score_group(reward.read(votes(*answers), [False] * len(answers), level=["1"]))
     logged = verdict.metrics
     assert (verdict.rewards[0] is None) == (reason is not None) == logged["abstained"]
     assert [name for name in REASONS_TO_ABSTAIN if logged[f"abstained_{name}"]] == ([reason] if reason else [])
@@ -182,14 +182,14 @@ class WithoutBallots(MajorityReward):
 
 
 class WithOneReward(MajorityReward):
-    def settle(self, ballots, final=True):
-        return super().settle(ballots, final)._replace(rewards=[1.0])
+    def score_group(self, ballots, final=True):
+        return super().score_group(ballots, final)._replace(rewards=[1.0])
 
 
 @pytest.mark.parametrize(
     ("majority", "message"),
     [
-        (WithoutBallots(), "`majority_reward.read` returned 0 ballots for 12 completions"),
+        (WithoutBallots(), "`majority_reward.read` returned 0 readings for 12 completions"),
         (WithOneReward(), "settle` returned 1 rewards for a group of 4 completions"),
     ],
 )
@@ -286,7 +286,7 @@ def plain_majority(completions, completion_ids, log_metric, **kwargs):
     """The majority reward for groups of 4 in TRL's trainer, on one process."""
     reward = MajorityReward()
     ballots = reward.read(completions, [ids[-1] != 1 for ids in completion_ids])
-    verdicts = [reward.settle(ballots[start : start + 4]) for start in range(0, len(ballots), 4)]
+    verdicts = [reward.score_group(ballots[start : start + 4]) for start in range(0, len(ballots), 4)]
     log_metric("majority/abstained", float(np.mean([verdict.metrics["abstained"] for verdict in verdicts])))
     return [reward for verdict in verdicts for reward in verdict.rewards]
 

@@ -46,16 +46,6 @@ def rows_of(layout: Layout) -> list[list[list[int]] | None]:
 # ---- Goldens ----
 
 
-def test_pack_one_process():
-    # S = 4, g = 2, room for two rows of 7 + 9 tokens. Chunk 0 has three rows: the longest, then the other two. Chunk 1 has
-    # two rows, one micro-batch: its first micro-step is empty, so that the last one synchronises
-    geometry = Geometry(num_processes=1, steps_per_generation=4, chunk_steps=2, micro_batch_rows=2)
-    completions, prompts = np.array([5, 1, 9, 4, 4]), np.array([3, 3, 3, 2, 7])
-    layout = pack(prompts, completions, np.array([0, 0, 0, 1, 1]), geometry)
-    assert rows_of(layout) == [[[2]], [[0, 1]], None, [[4, 3]]]
-    assert layout.rows_of(0).tolist() == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("shape", "prompts", "completions", "owner", "rows"),
     [
@@ -82,13 +72,6 @@ def test_pack_one_process():
 def test_pack_by_length_and_owner(shape, prompts, completions, owner, rows):
     one, owner = np.zeros(len(prompts), dtype=int), owner and np.array(owner)
     assert rows_of(pack(np.array(prompts), np.array(completions), one, Geometry(*shape), owner)) == rows
-
-
-def test_unpacked_uses_every_micro_step():
-    geometry = Geometry(2, steps_per_generation=4, chunk_steps=2, micro_batch_rows=3)
-    layout = unpacked(np.array([0, 1, 0, 0, 0, 0, 1]), geometry)
-    # Chunk 0 has rows 0 2 3 4 5, chunk 1 has rows 1 6
-    assert rows_of(layout) == [[[0, 3], [2, -1]], [[4], [5]], [[1], [-1]], [[6], [-1]]]
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1, 1, 1], [2, 0.5, 1, 1, 3]])

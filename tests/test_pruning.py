@@ -16,7 +16,7 @@ from samples import NAN, rollouts, scored
 def stream_of(count: int, *solved: int, planner: Planner | None = None, shuffle: bool = False) -> PromptStream:
     """A stream of the prompts 0, 1, 2, …, of which some are pruned; the first pass begins with the last one."""
     state = PromptState(pruning_streak=1)
-    state.visit(rollouts({prompt: [1.0, 1.0] for prompt in solved}))
+    state.score_and_store(rollouts({prompt: [1.0, 1.0] for prompt in solved}))
     return PromptStream(planner or SolvedPlanner(), state, np.arange(count), 7, np.arange(count)[::-1], shuffle)
 
 
@@ -46,12 +46,12 @@ def test_number_of_replays(pruned, count):
 def test_the_pass_and_not_the_moment_drives_pruning():
     some = stream_of(25)
     some.begin(0)
-    some.state.visit(rollouts({4: [1.0], 5: [1.0]}))  # solved in the middle of the pass
+    some.state.score_and_store(rollouts({4: [1.0], 5: [1.0]}))  # solved in the middle of the pass
     assert some.keeps(np.array([4, 5])).all()
     some.begin(1)
     assert some.keeps(np.array([4, 5])).sum() == 1  # one of the two is replayed
     replayed = [4, 5][int(np.argmax(some.keeps(np.array([4, 5]))))]
-    some.state.visit(rollouts({replayed: [0.0]}))  # forgotten
+    some.state.score_and_store(rollouts({replayed: [0.0]}))  # forgotten
     some.begin(2)
     assert some.keeps(np.array([4, 5])).all()  # active again, and the other one is the replay
 
@@ -134,7 +134,7 @@ class ByDifficulty(Planner):
 def test_a_pass_begins_with_the_highest_rank():
     # D of prompt 1 is 1/2, that of prompt 3 is 3/4, prompt 4 is solved; 0, 2 and 5 are unknown, with rank 0
     stream = stream_of(6, planner=ByDifficulty())
-    stream.state.visit(rollouts({1: [1, 0], 3: [1, 0, 0, 0], 4: [1, 1], 9: [0, 1]}))
+    stream.state.score_and_store(rollouts({1: [1, 0], 3: [1, 0, 0, 0], 4: [1, 1], 9: [0, 1]}))
     assert stream.take(5).tolist() == [3, 1, 5, 2, 0]
     assert stream.left_out.tolist() == [4]
 
@@ -180,7 +180,7 @@ def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, da
             if len(further) < wanted:  # all that the pass rolls out is in the batch
                 assert set(passes[-1]) <= set(batch.tolist())
         handed_out += batch.tolist()
-        state.visit(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}))
+        state.score_and_store(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}))
     # What is handed out is one pass after another, each active prompt once
     for rows in passes:
         part, handed_out = handed_out[: len(rows)], handed_out[len(rows) :]
@@ -210,7 +210,7 @@ def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso
     first_order = keyed_rng(2, 0, "test").permutation(num_prompts)
 
     def build() -> PromptStream:
-        state = PromptState(pruning_streak=1, prune=not greso)
+        state = PromptState(pruning_streak=1, prunes=not greso)
         planner = GresoPlanner() if greso else SolvedPlanner()
         return PromptStream(planner, state, np.arange(num_prompts), 7, first_order, shuffle)
 
@@ -221,7 +221,7 @@ def test_a_resumed_stream_hands_out_the_rest(num_prompts, before, shuffle, greso
             batch = np.concatenate([batch, stream.take(more, batch)]).tolist()
             taken.append(batch)
             outcomes = {row: [0.0 if row in never or (row + step) % 5 == 0 else 1.0] for row in batch}
-            stream.planner.observe(stream.state.visit(rollouts(outcomes)))
+            stream.planner.observe(stream.state.score_and_store(rollouts(outcomes)))
         return taken
 
     whole = build()
@@ -243,7 +243,7 @@ def test_a_stream_of_other_data():
 
 def test_prompts_of_other_data_are_no_part_of_a_pass():
     state = PromptState(pruning_streak=1)
-    state.visit(rollouts(dict.fromkeys(range(60), SOLVED)))
+    state.score_and_store(rollouts(dict.fromkeys(range(60), SOLVED)))
     some = PromptStream(SolvedPlanner(), state, np.arange(50, 80), seed=7)
     some.begin(1)
     assert np.isin(some.left_out, np.arange(50, 60)).all()

@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 from trl.rewards import get_soft_overlong_punishment, think_format_reward
 
 from lze_trl import rewards
-from lze_trl.rewards import MajorityReward, accuracy_reward, exact_match_reward, functions, get_reward, grading, limit
-from lze_trl.rewards.limit import GradingTimeout
+from lze_trl.rewards import (
+    MajorityReward,
+    accuracy_reward,
+    exact_match_reward,
+    functions,
+    get_reward,
+    grading,
+    timeouts,
+)
 from lze_trl.rewards.majority import same_answer
+from lze_trl.rewards.timeouts import GradingTimeout
 
 
 def conversation(text):
@@ -23,6 +31,10 @@ def conversation(text):
 
 def score(gold, completion):
     return accuracy_reward([completion], [gold])[0]
+
+
+def listed(text):
+    return [part.strip() for part in text.split("|")]
 
 
 @pytest.fixture
@@ -47,58 +59,20 @@ def test_with_a_gold_answer_that_cannot_be_read_there_is_no_score(gold, counters
     assert "cannot read the gold answer" in caplog.text
 
 
-PLACEHOLDERS = (
-    *(
-        "see figure",
-        "See Figure 3.",
-        "proof",
-        "**Proof.**",
-        "See solution below.",
-        "???",
-        "...",
-        "N/A",
-        "Proof omitted",
-    ),
-    *(
-        "The proof is given above.",
-        "Answers may vary",
-        "Refer to the solution",
-        "as shown in the figure",
-        r"\text{see figure}",
-    ),
-    *("not provided", "See https://x.y", "TBD", "Solution not available", "____", "(see diagram)", "open-ended"),
-)
-ANSWERS = (
-    *(
-        "-",
-        "+",
-        "<",
-        "none",
-        "no solution",
-        "undefined",
-        "see",
-        "A",
-        "solution",
-        "graph theory",
-        "answer key 3",
-        "below",
-    ),
-    *(
-        "the diagram",
-        "infinitely many",
-        "proof by induction",
-        "image of f",
-        r"\emptyset",
-        "given x",
-        "the answer is 5",
-        "-1",
-    ),
-)
+PLACEHOLDERS = r"""
+    see figure | See Figure 3. | proof | **Proof.** | See solution below. | ??? | ... | N/A | Proof omitted | The proof is given above.
+    | Answers may vary | Refer to the solution | as shown in the figure | \text{see figure} | not provided | See https://x.y | TBD
+    | Solution not available | ____ | (see diagram) | open-ended
+"""
+ANSWERS = r"""
+    - | + | < | none | no solution | undefined | see | A | solution | graph theory | answer key 3 | below | the diagram
+    | infinitely many | proof by induction | image of f | \emptyset | given x | the answer is 5 | -1
+"""
 
 
 def test_a_gold_answer_that_stands_for_none_is_told(counters, caplog):
-    assert [gold for gold in PLACEHOLDERS if not functions.is_placeholder(gold)] == []
-    assert [gold for gold in ANSWERS if functions.is_placeholder(gold)] == []
+    assert [gold for gold in listed(PLACEHOLDERS) if not functions.is_placeholder(gold)] == []
+    assert [gold for gold in listed(ANSWERS) if functions.is_placeholder(gold)] == []
     accuracy_reward(["5"] * 3, ["see figure"] * 3)
     assert counters[functions.PLACEHOLDER_GOLD] == 3
     assert "none is right; the latest one is 'see figure'" in caplog.text
@@ -135,14 +109,14 @@ def test_a_batch_has_a_budget_beyond_which_only_quick_answers_are_graded(counter
         while time.thread_time() < end:
             sum(range(10_000))  # the timer counts time outside of the system
 
-    with limit.budget(1.0):
-        limit.in_time(spin, 0.5)
+    with timeouts.budget(1.0):
+        timeouts.run_with_timeout(spin, 0.5)
         for seconds in (0.9, 0.4):  # the first uses up the rest
             with pytest.raises(GradingTimeout):
-                limit.in_time(spin, seconds)
-            limit.in_time(spin, 0.02)
-    limit.in_time(spin, 0.4)
-    monkeypatch.setattr(limit, "BATCH_SECONDS", 0.0)
+                timeouts.run_with_timeout(spin, seconds)
+            timeouts.run_with_timeout(spin, 0.02)
+    timeouts.run_with_timeout(spin, 0.4)
+    monkeypatch.setattr(timeouts, "BATCH_SECONDS", 0.0)
     endless = [rf"\boxed{{(x+y+z+1)^{{{300 + i}}}}}" for i in range(6)]
     assert accuracy_reward([*endless, "27", "28"], ["27"] * 8) == [None] * 6 + [1.0, 0.0]
     assert counters[functions.SLOW_ANSWER] == 6
@@ -154,16 +128,16 @@ def test_what_another_limit_has_cut_short_is_not_remembered_of_a_gold_answer(mon
             sum(range(10_000))
 
     with monkeypatch.context() as patch:
-        patch.setattr(grading, "_read_shown", endless)
+        patch.setattr(grading, "_read_boxed_or_marked", endless)
         with pytest.raises(GradingTimeout):
-            limit.in_time(grading.read_gold, "9301", seconds=0.1)  # a gold answer alone may take 5 seconds
+            timeouts.run_with_timeout(grading.read_gold, "9301", seconds=0.1)  # a gold answer alone may take 5 seconds
     assert grading.read_gold("9301").text == "9301"
 
 
 def test_votes_that_take_long_differ_from_all_others_but_their_own_text():
     boxes = [rf"\boxed{{{text}}}" for text in (ENDLESS[0], ENDLESS[0], "1/2", "0.5", "1/2")]
     reward = MajorityReward(bounds=(0, 1), margin=1)
-    assert reward.settle(reward.read(boxes, [False] * 5)).rewards == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert reward.score_group(reward.read(boxes, [False] * 5)).rewards == [0.0, 0.0, 1.0, 1.0, 1.0]
 
 
 def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():
@@ -180,11 +154,11 @@ def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():
                 caught.append(error)
 
     with pytest.raises(GradingTimeout):
-        limit.in_time(stubborn, seconds=0.1)
+        timeouts.run_with_timeout(stubborn, seconds=0.1)
     sum(range(10**6))  # nothing arrives later
     assert len(caught) == 3
     with pytest.raises(GradingTimeout):  # nor by arithmetic, which is one instruction
-        limit.in_time(lambda: 9 ** (9**9), seconds=0.1)
+        timeouts.run_with_timeout(lambda: 9 ** (9**9), seconds=0.1)
 
 
 def in_another_thread(function, *args):
@@ -196,7 +170,7 @@ def test_the_limits_hold_in_every_thread(counters, monkeypatch):
     slow = rf"So it is \boxed{{{ENDLESS[0]}}}."
     assert in_another_thread(accuracy_reward, [slow, r"\boxed{54/2}", "28"], ["27"] * 3) == [None, 1.0, 0.0]
     assert counters[functions.SLOW_ANSWER] == 1
-    monkeypatch.setattr(limit, "BATCH_SECONDS", 0.0)
+    monkeypatch.setattr(timeouts, "BATCH_SECONDS", 0.0)
     endless = [rf"\boxed{{(x+y+z+1)^{{{310 + i}}}}}" for i in range(4)]
     assert in_another_thread(accuracy_reward, [*endless, "27"], ["27"] * 5) == [None] * 4 + [1.0]
     assert not in_another_thread(same_answer, ENDLESS[0], "28") and in_another_thread(same_answer, "0.5", r"\frac12")
@@ -204,16 +178,16 @@ def test_the_limits_hold_in_every_thread(counters, monkeypatch):
 
 HOOK = """
 import itertools
-from lze_trl.rewards import functions, limit
-own, limit.HELPER_SECONDS = limit._functions["_graded"], 1.0
-limit._functions["_graded"] = lambda text, gold: all(itertools.repeat(True)) if text == "C" else own(text, gold)
+from lze_trl.rewards import functions, timeouts
+own, timeouts.HELPER_SECONDS = timeouts._functions["_graded"], 1.0
+timeouts._functions["_graded"] = lambda text, gold: all(itertools.repeat(True)) if text == "C" else own(text, gold)
 """
 
 
 def test_a_computation_in_c_that_no_signal_handler_ends_is_ended_in_other_threads(tmp_path, counters, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(limit, "_helper", limit._Helper())
+    monkeypatch.setattr(timeouts, "_helper", timeouts._Helper())
     assert in_another_thread(accuracy_reward, ["C", "27", "C"], ["27"] * 3) == [None, 1.0, None]
 
 

@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def template(monkeypatch):
-    monkeypatch.setitem(play_run.TEMPLATES, "tagged", play_run.Words())
+    play_run.use_words(monkeypatch.setattr)
 
 
 def train(model, output_dir, resume=None, **settings):

@@ -147,7 +147,7 @@ def test_no_group_with_an_advantage_is_dead(trainers, scale, rewards, weights):
     trainer, rewards = trainers[scale], torch.tensor(rewards)
     trainer.reward_weights = torch.tensor(weights)
     group = np.repeat(np.arange(3), 4)
-    alive = differ(trainer.generation_step.rounds.judge(rewards, trainer.reward_weights, 4)["signals"], group, 3)
+    alive = differ(trainer.generation_step.rounds.score(rewards, trainer.reward_weights, 4)["signals"], group, 3)
     advantages = advantages_of_trl(trainer, rewards)
     # To a completion without a reward, TRL gives an advantage of exactly 0
     known = np.bincount(group, torch.isnan(rewards).all(dim=1)) == 0
@@ -176,8 +176,8 @@ def test_a_top_that_rises_takes_solved_prompts_back(tmp_path, caplog):
     before = trainer.prompt_state["pruned"].sum()
     assert before > 3
     trainer.state.global_step = 6
-    scores = trainer.generation_step.rounds.judge(torch.tensor([[2.0], [1.0]]).repeat(6, 1), trainer.reward_weights, 4)
-    trainer.generation_step.rounds._observe(scores["scores"])
+    scores = trainer.generation_step.rounds.score(torch.tensor([[2.0], [1.0]]).repeat(6, 1), trainer.reward_weights, 4)
+    trainer.generation_step.rounds._update_range(scores["scores"])
     assert trainer.prompt_state["pruned"].sum() == 0
     assert f"so {len(trainer.prompt_state)} prompts that counted as solved do not any more" in caplog.text
 

@@ -19,12 +19,12 @@ FULL, HALF, NONE = [1, 1, 1, 1], [1, 0, 0, 1], [0, 0, 0, 0]
 
 def test_counts_do_not_overflow():
     state = PromptState()
-    state.visit(rollouts({1: FULL, 2: NONE}))
+    state.score_and_store(rollouts({1: FULL, 2: NONE}))
     tensors = state.state_dict()
     tensors["streak"][:], tensors["rollouts"][:] = [32766, -32766], 65530
     state.load_state_dict(tensors)
     for _ in range(2):
-        state.visit(rollouts({1: FULL, 2: NONE}))
+        state.score_and_store(rollouts({1: FULL, 2: NONE}))
         assert state["streak"].tolist() == [32767, -32767]
     assert state["rollouts"].tolist() == [65535, 65535]
 
@@ -33,8 +33,8 @@ def test_what_is_known_before_the_rollout():
     # Prompt 5: 3 of 4 at first, then 0 of 5, memory 8: e = 3/9, n = min(9, 8), mean (1 + 8/3) / 10 = 11/30, D = 1/4.
     # Prompt 6: solved at first, so that D is the floor; mean (1 + 2) / (2 + 2)
     state = PromptState(difficulty_floor=0.1, posterior_memory=8.0, pruning_streak=1)
-    state.visit(rollouts({5: [1, 1, 0, 1], 6: [1, 1, NAN]}))
-    state.visit(rollouts({5: [0] * 5}))
+    state.score_and_store(rollouts({5: [1, 1, 0, 1], 6: [1, 1, NAN]}))
+    state.score_and_store(rollouts({5: [0] * 5}))
     prompts = state.prompts(np.array([6, 99, 5]))
     assert prompts.prompt_ids.tolist() == [6, 99, 5]
     assert prompts.visits.tolist() == [1, 0, 2]
@@ -108,11 +108,11 @@ def test_state_is_a_dictionary_of_records_and_goes_on_when_it_is_loaded(history,
     for i, batch in enumerate(history):
         if i == saved:
             tensors = state.state_dict()
-            state = PromptState(pruning_streak=k, posterior_memory=3.5, expected=expected)
-            state.visit(rollouts({4711: HALF}))  # what was there is replaced
+            state = PromptState(pruning_streak=k, posterior_memory=3.5, capacity=expected)
+            state.score_and_store(rollouts({4711: HALF}))  # what was there is replaced
             state.load_state_dict(tensors)
         before = [naive.records.get(prompt, {}).get("pruned", False) for prompt in batch]
-        assert state.visit(rollouts(batch)).replayed.tolist() == before
+        assert state.score_and_store(rollouts(batch)).replayed.tolist() == before
         naive.visit(batch)
     assert len(state) == len(naive.records)
     ids = np.array([*naive.records], dtype=np.int64)
@@ -134,7 +134,7 @@ def test_at_most_64_bytes_a_prompt_when_their_number_was_not_known():
     try:
         state = PromptState()
         for batch in batches:
-            state.visit(batch)
+            state.score_and_store(batch)
             held, _ = tracemalloc.get_traced_memory()
             assert held <= 64 * max(len(state), 1_000) + 20_000  # and what does not grow
     finally:
@@ -143,13 +143,13 @@ def test_at_most_64_bytes_a_prompt_when_their_number_was_not_known():
 
 def test_an_update_costs_the_batch_and_not_the_dataset():
     def peak(known: int) -> int:
-        state, batch = PromptState(expected=known), rollouts(dict.fromkeys(range(3), HALF))
+        state, batch = PromptState(capacity=known), rollouts(dict.fromkeys(range(3), HALF))
         for start in range(0, known, 10_000):
-            state.visit(rollouts({prompt: [1.0] for prompt in range(start, min(start + 10_000, known))}))
-        state.visit(batch)
+            state.score_and_store(rollouts({prompt: [1.0] for prompt in range(start, min(start + 10_000, known))}))
+        state.score_and_store(batch)
         tracemalloc.start()
         try:
-            state.visit(batch)
+            state.score_and_store(batch)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

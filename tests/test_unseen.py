@@ -16,7 +16,7 @@ from lze_trl.memory.unseen import Unseen, auc, column_numbers, text_numbers
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.plan.stream import PromptStream
 from lze_trl.prompt_checks import text_of
-from lze_trl.rollout.controllers import Gate, ask
+from lze_trl.rollout.controllers import Gate, requested_counts
 from lze_trl.seeding import keyed_rng
 from samples import rollouts, sampled
 
@@ -52,18 +52,18 @@ class World:
         ids, self.order = self.order[:count], self.order[count:]
         whole, prompts = sampled(self.rng, ids, self.rates[ids], SIZE), self.state.prompts(ids)
         if self.controller is None:
-            self.state.visit(whole)
+            self.state.score_and_store(whole)
             return prompts.alive, whole.alive
         first = np.arange(whole.num_rows) % SIZE == 0
-        begun = ask(self.controller, 0, prompts, whole, self.rng) > 0
+        begun = requested_counts(self.controller, 0, prompts, whole, self.rng) > 0
         drawn = whole.take(first & begun[whole.group])
         known = self.state.prompts(ids, drawn)
-        chances = self.controller.chances(1, known, drawn)
-        goes_on = ask(self.controller, 1, known, drawn, self.rng) > 0
+        chances = self.controller.probabilities(1, known, drawn)
+        goes_on = requested_counts(self.controller, 1, known, drawn, self.rng) > 0
         self.drawn += begun.sum() + (SIZE - 1) * goes_on.sum()
         self.live, self.begun = self.live + (whole.alive & goes_on).sum(), self.begun + begun.sum()
         drawn = whole.take((first & begun[whole.group]) | goes_on[whole.group]).without_empty_groups()
-        self.state.visit(drawn, np.where(goes_on, chances, 0.0)[begun])
+        self.state.score_and_store(drawn, np.where(goes_on, chances, 0.0)[begun])
         return prompts.alive, whole.alive
 
 
@@ -177,7 +177,7 @@ def learned() -> tuple[dict, dict]:
     state = state_of(True)
     for batch in range(30):
         ids = 10_000 + 3 * 20 * batch + np.arange(20)
-        state.visit(rollouts({int(i): [1.0, 0.0, 1.0, 0.0] if i % 3 == 0 else [0.0] * 4 for i in ids}))
+        state.score_and_store(rollouts({int(i): [1.0, 0.0, 1.0, 0.0] if i % 3 == 0 else [0.0] * 4 for i in ids}))
     return state.unseen.state_dict(), state.foresight.model.state_dict()
 
 

@@ -231,11 +231,8 @@ def synced(directory, accelerator, dtype, deaf, rate, steps, peft=None, lora=0) 
     model = tiny.model()
     server = PolicyVLLM(model, dtype, deaf, lora=lora)
     model = model if peft is None else get_peft_model(model, peft)
-    own = {
-        "vllm_server_kwargs": {"sync_dir": str(directory)},
-        "max_completion_length": 5,
-        "bf16": dtype == torch.bfloat16,
-    }
+    own = {"vllm_server_kwargs": {"sync_dir": str(directory)}, "max_completion_length": 5}
+    own["bf16"] = dtype == torch.bfloat16
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=rate)
     try:
         generation = HTTPGeneration(model, accelerator, tiny.tokenizer(), http_settings([server.url], **own))
@@ -299,7 +296,7 @@ def test_a_forecast_leaves_the_seeds_of_the_training(fake, tmp_path):
     trainer.state.max_steps = 9  # as after a training that was stopped
     assert len(trainer.forecast(4).sample) == 4
     assert trainer.vllm_generation.state_dict() == {"train": 0, "eval": 0}
-    assert trainer.vllm_generation._serving is None
+    assert trainer.vllm_generation._loop is None
 
 
 @pytest.mark.parametrize("name", ["sync_weights", "generate"])

@@ -10,7 +10,7 @@ import pytest
 
 from fake_vllm import DAMAGED, DEAD_ENGINE, EMPTY, OTHER, RESET, SHORT, SILENT_503, SLOW
 from lze_trl.servers.client import RequestRefusedError, ServerError, ServerMismatchError, Snapshot
-from lze_trl.servers.pool import Group, ServerPool
+from lze_trl.servers.pool import PromptRequest, ServerPool
 
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 5}
@@ -30,8 +30,8 @@ def make_snapshot(version="run-1", logprob=-1.0) -> Snapshot:
     return Snapshot(version, "/weights", probe=[3, 1, 4], reference=[logprob] * 2, tolerance=1e-3)
 
 
-def make_groups(count) -> list[Group]:
-    return [Group([1, 2, i], 3, SAMPLED) for i in range(count)]
+def make_groups(count) -> list[PromptRequest]:
+    return [PromptRequest([1, 2, i], 3, SAMPLED) for i in range(count)]
 
 
 def complete(pool, groups):

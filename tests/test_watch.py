@@ -105,8 +105,8 @@ def test_what_was_not_watched_has_no_log_probs():
 def trained(directory, **settings):
     """A trainer that has trained, and all batches that it has remembered."""
     trainer = tiny.make(directory, **settings)
-    seen, visit = [], trainer.prompt_state.visit
-    trainer.prompt_state.visit = lambda rollouts, *rest: seen.append(rollouts) or visit(rollouts, *rest)
+    seen, store = [], trainer.prompt_state.score_and_store
+    trainer.prompt_state.score_and_store = lambda rollouts, *rest: seen.append(rollouts) or store(rollouts, *rest)
     trainer.train()
     assert seen
     return trainer, seen

@@ -72,7 +72,7 @@ class Worker:
         self.group = np.repeat(np.arange(groups), group_size)
         self.rng = np.random.default_rng(0)  # the same on every process
         self.ids = distinct_ids(_PROMPTS, self.rng)
-        self.prompt_state = PromptState(expected=_PROMPTS)
+        self.prompt_state = PromptState(capacity=_PROMPTS)
         rows = self.size // self.world
         own = np.random.default_rng(self.rank)
 
@@ -133,12 +133,12 @@ class Worker:
         drawn = whole.take(first)
         for round in (0, 1):
             prompts = self.prompt_state.prompts(whole.prompt_ids, drawn if round else None)
-            self.gate.chances(round, prompts, drawn)
+            self.gate.probabilities(round, prompts, drawn)
             self.gate.draw(round, prompts, drawn, rng)
 
     def state(self):
         """Pass rates and energies. The models learn from every group, the most that there can be."""
-        self.groups = self.prompt_state.visit(self.scored, np.ones(self.scored.num_groups))
+        self.groups = self.prompt_state.score_and_store(self.scored, np.ones(self.scored.num_groups))
         self.scored = self.scored.with_prompts(**vars(self.groups))
 
     def selection(self):

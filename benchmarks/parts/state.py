@@ -46,23 +46,23 @@ def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
     rng = np.random.default_rng(count)
     ids = distinct_ids(count, rng)
     tracemalloc.start()
-    state = PromptState(expected=count)
+    state = PromptState(capacity=count)
     for start in range(0, count, _FILL):
-        state.visit(rollouts(ids[start : start + _FILL], 2, rng))
+        state.score_and_store(rollouts(ids[start : start + _FILL], 2, rng))
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     milliseconds = []
     for _ in range(repetitions):
         batch = rollouts(rng.choice(ids, BATCH, replace=False), GROUP_SIZE, rng)
         begin = time.perf_counter()
-        state.visit(batch)
+        state.score_and_store(batch)
         milliseconds.append(1e3 * (time.perf_counter() - begin))
     save_seconds, load_seconds = [], []
     for _ in range(_CHECKPOINTS):
         begin = time.perf_counter()
         store.save(directory, store.STATE_NAME, {"prompts": state}, {})
         save_seconds.append(time.perf_counter() - begin)
-        loaded = PromptState(expected=count)
+        loaded = PromptState(capacity=count)
         begin = time.perf_counter()
         store.load_parts(directory, {"prompts": loaded})
         load_seconds.append(time.perf_counter() - begin)

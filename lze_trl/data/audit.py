@@ -1,4 +1,4 @@
-"""Counts what a training run would meet in a dataset: duplicates, gold answers that cannot be scored, prompt lengths."""
+"""Counts what a training would find in a dataset: duplicates, gold answers that cannot be scored, prompt lengths."""
 
 from collections import Counter
 from contextlib import suppress
@@ -6,10 +6,10 @@ from contextlib import suppress
 import numpy as np
 import pandas as pd
 
-from ..prompt_checks import Context
+from ..prompt_checks import Context, text_of
 from ..rewards.functions import is_placeholder
-from ..rewards.grading import equal, read_answer, read_gold
-from ..rewards.limit import GradingTimeout
+from ..rewards.grading import answers_equal, read_answer, read_gold
+from ..rewards.timeouts import GradingTimeout
 from .prompts import load_prompts
 
 
@@ -21,16 +21,16 @@ MEANINGS = {
     "stand-in": "gold answers that only stand where one should be, such as 'see figure', 'proof' or '???': no completion can equal them",
     "prompt": "characters of the shortest, the median, the 95th percentile and the longest prompt",
 }
-"""What is counted beside the rows, and what it means."""
+"""The counts beside the rows, and what they mean."""
 
-_MOST_EXAMPLES = 5
+_MAX_EXAMPLES = 5
 _EXAMPLE_CHARACTERS = 60
 
 
 def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd.DataFrame, list[str]]:
     """
-    Read datasets by [`load_prompts`], as a training run would. Returns the counts, a row for each dataset, and notes: what was
-    read from which column, a few gold answers that cannot be read, and with a `model` the prompts that its context has no room for.
+    Read datasets by [`load_prompts`], as a training would, and count. Returns a table with a row for each dataset, and notes: what was
+    read from which column, a few gold answers that cannot be read, and with a `model` the prompts that do not fit into its context.
     """
     context = None if model is None else Context.of_model(model)
     rows, notes, seen = [], list[str](), set[int]()
@@ -40,18 +40,21 @@ def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd
         golds = Counter(dataset["solution"])
         counts = {"dataset": source, "rows": len(ids), "repeated": len(ids) - len(set(ids))}
         counts |= {"shared": sum(value in seen for value in ids), "none": golds.pop(None, 0)}
-        standing = [gold for gold in golds if is_placeholder(gold)]
-        unread = [gold for gold in golds if gold not in standing and not _can_be_scored(gold)]
-        texts = [text if isinstance(text, str) else "".join(turn["content"] for turn in text) for text in prompts]
-        lengths = np.percentile([*map(len, texts)], [0, 50, 95, 100], method="nearest").tolist()
-        counts |= {"unread": sum(golds[gold] for gold in unread), "stand-in": sum(golds[gold] for gold in standing)}
+        placeholders = [gold for gold in golds if is_placeholder(gold)]
+        unread = [gold for gold in golds if gold not in placeholders and not _can_be_scored(gold)]
+        characters = [len(text_of(prompt)) for prompt in prompts]
+        lengths = np.percentile(characters, [0, 50, 95, 100], method="nearest").tolist()
+        counts |= {
+            "unread": sum(golds[gold] for gold in unread),
+            "stand-in": sum(golds[gold] for gold in placeholders),
+        }
         rows.append(counts | {"prompt": "/".join(map(str, lengths))})
         notes.append(f"{source}: {dataset.info.description}")
-        notes += [f"{source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in unread[:_MOST_EXAMPLES]]
-        notes += [f"{source}: is no answer: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in standing[:_MOST_EXAMPLES]]
+        notes += [f"{source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in unread[:_MAX_EXAMPLES]]
+        notes += [f"{source}: is no answer: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in placeholders[:_MAX_EXAMPLES]]
         if context is not None:
             long, _ = context.measured(prompts)
-            rows_of_long = f", such as rows {[*long][:_MOST_EXAMPLES]}" if long else ""
+            rows_of_long = f", such as rows {[*long][:_MAX_EXAMPLES]}" if long else ""
             notes.append(
                 f"{source}: {len(long)} prompts leave no room in a context of {context.length:,} tokens{rows_of_long}"
             )
@@ -60,8 +63,8 @@ def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd
 
 
 def _can_be_scored(gold: str) -> bool:
-    """Whether a completion that boxes a gold answer is right."""
+    """Return whether a completion that boxes a gold answer is right."""
     with suppress(GradingTimeout):
         answer, boxed = read_gold(gold), read_answer(f"The result is $\\boxed{{{gold}}}$.")
-        return answer is not None and boxed is not None and equal(answer, boxed)
+        return answer is not None and boxed is not None and answers_equal(answer, boxed)
     return False

@@ -16,20 +16,16 @@ _DEFAULTS = {"size": 1000, "seed": 0}
 
 def load_gym(reference: str) -> Dataset:
     """
-    The problems of a task, with the columns `problem`, `answer`, `difficulty` (JSON) and the entry that its verifier reads (JSON).
+    Make the problems of a task, with the columns `problem`, `answer`, `difficulty` (JSON) and the entry that its verifier reads (JSON).
 
-    Args:
-        reference (`str`): `reasoning_gym:chain_sum?size=500&seed=1&min_terms=2`: the task, and fields of its configuration.
-            `size` defaults to 1,000 and `seed` to 0.
-
-    Raises:
-        DataError: The package, the task or a field is not there, or a value is wrong.
+    The reference names the task and fields of its configuration, as in `reasoning_gym:chain_sum?size=500&seed=1&min_terms=2`. `size`
+    defaults to 1,000 and `seed` to 0. Raises [`DataError`] if the package, the task or a field is not there, or a value is wrong.
     """
     task, _, query = reference.removeprefix(GYM).partition("?")
-    given: dict[str, Any] = _DEFAULTS | {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
+    fields: dict[str, Any] = _DEFAULTS | {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
     try:
         dataset, config = find_task(task)
-        return Dataset.from_list([_row(task, entry) for entry in dataset(config(**given))])
+        return Dataset.from_list([_row(task, entry) for entry in dataset(config(**fields))])
     except (AssertionError, ImportError, TypeError, ValueError) as error:
         raise DataError(f"`{reference}`: {error or 'a value is out of range'}") from error
 

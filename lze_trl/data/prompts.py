@@ -1,4 +1,4 @@
-"""Prompts with gold answers, from datasets of known columns."""
+"""Makes prompts with gold answers from datasets."""
 
 import logging
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from .sources import GYM, DataError, load_table, parse_reference, unreadable
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES = List({"role": Value("string"), "content": Value("string")})
-_FURTHER = List(Json())  # messages of which some have more, such as `tool_calls`
-_OWN = ("prompt", "solution", "prompt_id", "source")
+_PLAIN_MESSAGES = List({"role": Value("string"), "content": Value("string")})
+_MESSAGES = List(Json())  # some have further fields, such as `tool_calls`
+_OWN_COLUMNS = ("prompt", "solution", "prompt_id", "source")
 
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """How prompts are written, as in [`load_prompts`]."""
+    """How prompts are written; see the arguments of [`load_prompts`]."""
 
     conversational: bool = True
     system_prompt: str | None = None
@@ -36,12 +36,12 @@ class PromptStyle:
             )
 
     def around(self, problem: str) -> Any:
-        """The prompt for a bare problem."""
+        """Write the prompt for a bare problem."""
         return self.write([{"role": "user", "content": problem}], "a problem")
 
     def write(self, messages: list[dict[str, Any]], source: str) -> str | list[dict[str, Any]]:
-        """The prompt for a problem, given as messages."""
-        suffix, content = self.prompt_suffix or "", messages[-1]["content"]  # which those of a profile have already
+        """Write the prompt for a problem that is given as messages. Problems of a profile have the suffix already."""
+        suffix, content = self.prompt_suffix or "", messages[-1]["content"]
         last = {**messages[-1], "content": content if content.endswith(suffix) else content + suffix}
         if not self.conversational:
             if len(messages) > 1:
@@ -125,15 +125,15 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     features: dict[str, Any] = {}
     for table in tables:
         for name, feature in table.features.items():
-            other = _FURTHER if name == "prompt" else Value("string")
-            features[name] = feature if features.get(name, feature) == feature else other
+            common = _MESSAGES if name == "prompt" else Value("string")
+            features[name] = feature if features.get(name, feature) == feature else common
     return concatenate_datasets(
         [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
     )
 
 
 def _undecoded(table: Dataset) -> Dataset:
-    """A table whose images are bytes: decoded ones take gigabytes, and would be compressed once more when they are written."""
+    """Return a table with images as bytes: decoded ones take gigabytes, and would be compressed again when they are written."""
     for name, feature in table.features.items():
         if (stored := media_as_stored(feature)) != feature:
             table = table.cast_column(name, stored)
@@ -141,29 +141,30 @@ def _undecoded(table: Dataset) -> Dataset:
 
 
 def _converted(table: Dataset, features: Features, columns: Columns, style: PromptStyle) -> Dataset:
+    """Convert a table into prompts with gold answers. `features` are the types of its columns before they were stored as bytes."""
     kept = [
         name
         for name, feature in features.items()
         if isinstance(feature, (Value, Image)) or name == "images"
-        if name not in (columns.prompt, columns.answer, *_OWN)
+        if name not in (columns.prompt, columns.answer, *_OWN_COLUMNS)
     ]
     images = [name for name in kept if not isinstance(features[name], Value)]  # the same question may be asked of many
     text = Value("string")
-    messages = _MESSAGES if columns.are_plain else _FURTHER
+    messages = _PLAIN_MESSAGES if columns.are_plain else _MESSAGES
     result: dict[str, Any] = {"prompt": messages if style.conversational else text, "solution": text}
     result |= {"prompt_id": Value("int64"), "source": text} | {name: features[name] for name in kept}
 
     def row_of(row: dict[str, Any], problem: list[dict[str, Any]]) -> dict[str, Any]:
         prompt, gold = style.write(problem, columns.source), columns.gold(row)
         made = {"prompt": prompt, "solution": gold, "prompt_id": row.get("prompt_id"), "source": columns.source}
-        shown = {name: row[name] for name in images}
-        made["prompt_id"] = id_of({name: made[name] for name in _OWN[:3]} | shown, "solution")
+        identifying = {name: made[name] for name in ("prompt", "solution", "prompt_id")}
+        made["prompt_id"] = id_of(identifying | {name: row[name] for name in images}, "solution")
         return made | {name: row[name] for name in kept}
 
     def batch_of(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        problems = [columns.problem(row, index) for row, index in zip(given, indices, strict=True)]
-        rows = [row_of(row, problem) for row, problem in zip(given, problems, strict=True) if problem]
+        table_rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        problems = [columns.problem(row, index) for row, index in zip(table_rows, indices, strict=True)]
+        rows = [row_of(row, problem) for row, problem in zip(table_rows, problems, strict=True) if problem]
         return {name: [row[name] for row in rows] for name in result}
 
     made = table.map(
@@ -177,10 +178,11 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
     )
     made.info.description = columns.describe()
     if count := sum(gold is not None and is_placeholder(gold) for gold in made["solution"]):
-        told = (
-            f"{count} gold answers only stand where one should be, such as 'see figure': no completion can equal them"
+        logger.warning(
+            "%r: %d gold answers only stand where one should be, such as 'see figure': no completion can equal them. Leave such rows "
+            "out; `lze-trl data` lists them.",
+            *(columns.source, count),
         )
-        logger.warning("%r: %s. Leave such rows out; `lze-trl data` lists them.", columns.source, told)
     if len(made) < len(table):
         if not len(made):
             raise DataError(f"{columns.source!r}: no row has text in {columns.prompt!r}. {advice('prompt_column')}")

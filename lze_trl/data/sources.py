@@ -1,4 +1,4 @@
-"""References to datasets, and the tables behind them, which the `datasets` library reads. No code of a dataset is run."""
+"""Reads references to datasets, and by the `datasets` library their tables. No code of a dataset is run."""
 
 import json
 import re
@@ -26,12 +26,12 @@ _HUB = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(d
 
 
 class DataError(ValueError):
-    """A dataset that cannot be found, read or understood; the message says what to do."""
+    """Raised if a dataset cannot be found, read or understood; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A dataset by its Hub id, by the path of a file or folder, or of `reasoning-gym`."""
+    """A dataset: a Hub id, the path of a file or folder, or a task of `reasoning-gym`."""
 
     path: str
     is_local: bool  # not a dataset on the Hub
@@ -41,7 +41,7 @@ class Reference:
 
     @property
     def label(self) -> str:
-        """Short name, for the `source` column and for messages."""
+        """Return a short name, for the `source` column and for messages."""
         return "/".join(Path(without_secrets(self.path).partition("?")[0]).parts[-2:])
 
 
@@ -72,13 +72,13 @@ def parse_reference(text: str) -> Reference:
 
 def load_table(reference: Reference) -> Dataset:
     """
-    The rows of a dataset: of its split, else of `train`, else of its only one. Without a configuration, those of the one called
+    Load the rows of a dataset: of its split, else of `train`, else of its only split. Without a configuration, of the one called
     `default` or `main`, else of all, one after the other. Raises [`DataError`].
     """
     name = repr(reference.label)
     try:
         found = _load(reference)
-    # A library of its own for each format, with errors that have no more in common
+    # Each format has a library of its own, and their errors have no more in common
     except (DatasetGenerationError, ImportError, OSError, ValueError, RuntimeError, StopIteration) as error:
         raise unreadable(reference, error) from error
     tables = [_split_of(loaded, reference.split, name) for loaded in found]
@@ -86,28 +86,30 @@ def load_table(reference: Reference) -> Dataset:
 
 
 def format_of(path: str) -> str | None:
-    """What the name of a file says that it holds, compressed or not; `None` if it is none of [`FILE_FORMATS`]."""
+    """Return the format of a file by its name, compressed or not; `None` if it is not among [`FILE_FORMATS`]."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
     return FILE_FORMATS.get(suffixes[-1]) if suffixes else None
 
 
 def unreadable(reference: Reference, error: BaseException) -> DataError:
-    """The error for a dataset that a library cannot read, with the first line of a local file that is to blame."""
-    cause, place = error.__cause__ or error, Path(reference.path)
-    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
-    told = without_secrets(str(cause).partition("\n")[0]) or "there is nothing in it"
-    blamed = next(filter(None, map(_damage, files)), f"{type(cause).__name__}: {told}")
-    return DataError(f"{reference.label!r} cannot be read: {blamed}")
+    """Make the error for a dataset that a library cannot read, with the first damaged line of a local file."""
+    cause = error.__cause__ or error
+    path = Path(reference.path)
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    words = without_secrets(str(cause).partition("\n")[0]) or "there is nothing in it"
+    reason = next(filter(None, map(_first_damage, files)), f"{type(cause).__name__}: {words}")
+    return DataError(f"{reference.label!r} cannot be read: {reason}")
 
 
-def _damage(file: Path) -> str | None:
-    """What is wrong with a text file, as far as its encoding and the JSON of its lines go."""
+def _first_damage(file: Path) -> str | None:
+    """Describe what is wrong with a text file: that it is empty, or a line with a wrong encoding or wrong JSON."""
     if file.suffix not in (".jsonl", ".json", ".csv"):
         return None
-    empty = True
+    is_empty = True
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            place, empty = f"{file.name}, line {number}", empty and not line.strip()
+            place = f"{file.name}, line {number}"
+            is_empty = is_empty and not line.strip()
             try:
                 text = line.decode("utf-8-sig").strip()
                 if text and file.suffix == ".jsonl" and not isinstance(json.loads(text), dict):
@@ -117,7 +119,7 @@ def _damage(file: Path) -> str | None:
                 return f"{place} has a byte {byte}, which is not UTF-8. Convert it, as by `iconv -f LATIN1 -t UTF-8`."
             except json.JSONDecodeError as error:
                 return f"{place} is no JSON: {error.msg} at character {error.pos} of {text[:80]}. Mend or remove it."
-    return f"{file.name} is empty." if empty else None
+    return f"{file.name} is empty." if is_empty else None
 
 
 def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:

@@ -1,4 +1,4 @@
-"""What `lze-trl eval` does with its flags."""
+"""The command `lze-trl eval`."""
 
 import argparse
 import sys
@@ -52,6 +52,7 @@ def run(flags: argparse.Namespace) -> Path:
 
 
 def _evaluation(flags: argparse.Namespace) -> Evaluation:
+    """Make the evaluation that flags describe."""
     sampling = {"temperature": 1.0} if flags.samples > 1 else {}
     length: dict[str, Any] = {"max_tokens": None} if flags.server else {}
     decoding = Decoding(**length | sampling | decoding_flags(flags))
@@ -69,7 +70,7 @@ def _evaluation(flags: argparse.Namespace) -> Evaluation:
 
 
 def folder_of(model: str) -> Path:
-    """Where an evaluation of a model goes: `evaluations/` in the folder of its run, or in `runs/` for a model of the Hub."""
+    """Return where an evaluation of a model goes: `evaluations/` in the folder of its run, or in `runs/` for a model of the Hub."""
     path = Path(model).resolve()
     if not path.is_dir():
         return Path("runs") / FOLDER / model.strip("/").replace("/", "--")
@@ -79,31 +80,31 @@ def folder_of(model: str) -> Path:
 
 
 def check_comparable(folder: Path, evaluation: Evaluation):
-    """Raise [`EvaluationError`] unless a folder has an evaluation that was decoded and scored in the same way; seeds may differ."""
+    """Raise an [`EvaluationError`] unless a folder holds an evaluation decoded and scored in the same way. Seeds may differ."""
     if not (folder / FILE).is_file():
         raise EvaluationError(
             f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model first, with the same "
             "flags, and give the folder that the command names."
         )
-    both = read_file(folder / FILE), evaluation.settings
-    if not both[0]:
+    results = read_file(folder / FILE)
+    if not results:
         raise EvaluationError(f"`{folder / FILE}` holds no results of an evaluation. Evaluate that model anew.")
-    if missing := sorted(set(evaluation.tasks) - set(both[0]["tasks"])):
+    if missing := sorted(set(evaluation.tasks) - set(results["tasks"])):
         raise EvaluationError(
             f"`{folder}` has no results of the tasks {missing}. Evaluate that model on them first, or leave them out."
         )
-    there, now = (settings | settings.pop("decoding") for settings in both)
-    changed = [name for name in now if name != "seed" and there.get(name) != now[name]]
+    there, now = results | results["decoding"], evaluation.settings | evaluation.settings["decoding"]
+    changed = [name for name in now if name not in ("seed", "decoding") and there.get(name) != now[name]]
     if changed:
-        told = "; ".join(f"{name}: {there.get(name)!r} there, {now[name]!r} now" for name in changed)
+        differences = "; ".join(f"{name}: {there.get(name)!r} there, {now[name]!r} now" for name in changed)
         raise EvaluationError(
-            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({told}). "
+            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({differences}). "
             "Give the same flags, or evaluate that model anew."
         )
 
 
 def _comparison(folder: Path, other: Path, tasks: Iterable[str]) -> str:
-    """A table of the differences in mean reward on the problems that both have scored."""
+    """Write a table of the differences in mean reward on the problems that both evaluations have scored."""
     rows = []
     for task in tasks:
         ours, theirs = (

@@ -1,4 +1,4 @@
-"""Evaluation on tasks and on a probe set during a training, by the same code and into the run's folder."""
+"""Evaluation on tasks and on a probe set during a training, into the run's folder."""
 
 import logging
 import shutil
@@ -19,19 +19,14 @@ from .run import Evaluation
 logger = logging.getLogger(__name__)
 
 _WIDTH = 2 * 1.96  # of a 95 % interval, in standard errors
-_PATIENCE = 2  # probes in a row that are worse than the best one
-_ERRORS = 2.0  # standard errors by which they are
+_PATIENCE = 2  # so many probes in a row that are worse than the best one end the training
+_ERRORS = 2.0  # they are worse by more than so many standard errors
 
 
 class TaskEvaluation(TrainerCallback):
     """
-    Evaluates before the first step, every so many steps, and after the last. It draws nothing from a random generator that
-    training uses.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to.
-        evaluation ([`Evaluation`]): What is asked, how it is decoded, and how it is scored.
-        every (`int`): Steps between evaluations.
+    Evaluates the model of a trainer before the first step, every `every` steps, and after the last. It draws nothing from a random
+    generator that training uses.
     """
 
     name = "step"
@@ -43,7 +38,7 @@ class TaskEvaluation(TrainerCallback):
         self._engine, self._trainer = engine_of(trainer), trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
-        if state.is_world_process_zero:  # what there is of an earlier run, or after the checkpoint
+        if state.is_world_process_zero:  # those of an earlier run, or of steps after the checkpoint
             remove_evaluations(args.output_dir, self.name, after=state.global_step or -1)
         if state.global_step == 0:
             self._evaluate(args, state)
@@ -56,42 +51,37 @@ class TaskEvaluation(TrainerCallback):
         if self._evaluated != state.global_step:
             try:
                 self._evaluate(args, state)
-            except Exception:  # the model, which is to be saved and uploaded, must not be lost by it
+            except Exception:  # the model is still to be saved and uploaded
                 logger.exception("The last evaluation on tasks is left out. Repeat it with `lze-trl eval`.")
 
     def _log(self, metrics: dict[str, float]):
-        due = self._trainer.control.should_log
+        should_log = self._trainer.control.should_log
         Trainer.log(self._trainer, metrics)  # TRL's would also log what the step has gathered so far
-        self._trainer.control.should_log = due  # that is still to be logged
+        self._trainer.control.should_log = should_log  # what the step gathers is still to be logged
 
     def _evaluate(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
-        """The results, on the main process."""
+        """Evaluate on all processes. Returns the results on the main one."""
         self._evaluated = step = state.global_step
         with self._engine() as engine:
-            if engine is None:  # of a process that took part
+            if engine is None:  # on a process that only takes part
                 return None
             folder = Path(args.output_dir) / FOLDER / f"{self.name}-{step:06d}"
             results = self.evaluation.run(engine, folder, not args.disable_tqdm)
-        self._tell(step, results)
+        self._report(step, results)
         return results
 
-    def _tell(self, step: int, results: dict[str, Any]):
-        for task, found in results["tasks"].items():
-            shown = "  ".join(f"{name} {interval_text(estimate)}" for name, estimate in found["metrics"].items())
-            logger.info("step %d  %s  %s", step, task, shown)
-            self._log({f"tasks/{task}/{name}": estimate[0] for name, estimate in found["metrics"].items()})
+    def _report(self, step: int, results: dict[str, Any]):
+        for task, result in results["tasks"].items():
+            metrics = result["metrics"]
+            words = "  ".join(f"{name} {interval_text(estimate)}" for name, estimate in metrics.items())
+            logger.info("step %d  %s  %s", step, task, words)
+            self._log({f"tasks/{task}/{name}": estimate[0] for name, estimate in metrics.items()})
 
 
 class Probe(TaskEvaluation):
     """
-    Evaluates on held-out problems with gold answers that are not trained on, and stops a training that gets worse on them.
-
-    The checkpoint of the best probe is kept, and is what the training ends with.
-
-    Args:
-        trainer ([`~trl.GRPOTrainer`]): The trainer that it is added to.
-        evaluation ([`Evaluation`]): The problems, how they are decoded, and how they are scored.
-        every (`int`): Steps between probes.
+    Evaluates on held-out problems with gold answers, and stops a training that gets worse on them. The checkpoint of the best probe
+    is kept, and the training ends with its weights.
     """
 
     name = "probe"
@@ -102,7 +92,7 @@ class Probe(TaskEvaluation):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
         super().on_train_begin(args, state, control, **kwargs)
-        # It may have stopped at the checkpoint that it is resumed from
+        # The training may have stopped at the checkpoint that it is resumed from
         control.should_training_stop |= self._stops(state)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: object):
@@ -126,13 +116,13 @@ class Probe(TaskEvaluation):
 
     def _evaluate(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         results = super()._evaluate(args, state)
-        told: list[Any] = [results and _pooled(results)]
-        broadcast_object_list(told)
-        accuracy, error = told[0]
+        shared: list[Any] = [results and _pooled(results)]
+        broadcast_object_list(shared)
+        accuracy, error = shared[0]
         self._log({"probe/accuracy": accuracy, "probe/standard_error": error})
         return results
 
-    def _tell(self, step: int, results: dict[str, Any]):
+    def _report(self, step: int, results: dict[str, Any]):
         accuracy, error = _pooled(results)
         logger.info("step %d  probe  accuracy %.1f %% ± %.1f", step, 100 * accuracy, 100 * error)
 
@@ -144,18 +134,18 @@ class Probe(TaskEvaluation):
 
 
 def probes_of(state: TrainerState) -> list[tuple[int, float, float]]:
-    """Step, accuracy and standard error of every probe of a training, from its log, which checkpoints hold."""
+    """Return step, accuracy and standard error of every probe of a training, from its log, which checkpoints hold."""
     logged = [entry for entry in state.log_history if "probe/accuracy" in entry]
     return [(int(entry["step"]), entry["probe/accuracy"], entry["probe/standard_error"]) for entry in logged]
 
 
 def best_probe(probes: Sequence[tuple[int, float, float]]) -> tuple[int, float, float]:
-    """The best probe after the first step, the earliest of several."""
+    """Return the best probe after the first step, the earliest of several."""
     return max((probe for probe in probes if probe[0] > 0), key=lambda probe: probe[1])
 
 
 def why_to_stop(probes: Sequence[tuple[int, float, float]]) -> str | None:
-    """The reason, where the latest probes are all worse than the best one by more than its error allows; else `None`."""
+    """Return why to stop, if the latest probes are all worse than the best one by more than its error allows; else `None`."""
     latest = probes[-_PATIENCE:]
     step, best, error = max(probes, key=lambda probe: probe[1], default=(0, 0.0, 0.0))
     if len(latest) < _PATIENCE or any(accuracy >= best - _ERRORS * error for _, accuracy, _ in latest):
@@ -167,14 +157,14 @@ def why_to_stop(probes: Sequence[tuple[int, float, float]]) -> str | None:
 
 
 def _pooled(results: dict[str, Any]) -> tuple[float, float]:
-    """Mean accuracy over the tasks, and its standard error."""
-    found = results["mean"] or next(iter(results["tasks"].values()))["metrics"]
-    value, low, high = found[f"avg@{results['samples']}"]
+    """Return the mean accuracy over the tasks, and its standard error."""
+    metrics = results["mean"] or next(iter(results["tasks"].values()))["metrics"]
+    value, low, high = metrics[f"avg@{results['samples']}"]
     return value, 0.0 if low is None else (high - low) / _WIDTH
 
 
 def remove_evaluations(run_dir: str | Path, name: str | None = None, after: int = -1):
-    """Remove evaluations of a run: all of them, or those that have a name and come after a step."""
+    """Remove the evaluations of a run: all of them, or those with a name, of steps after `after`."""
     for results in Path(run_dir).glob(RESULT_FILES):
         kind, _, step = results.parent.name.partition("-")
         if name is None or (kind == name and step.isdecimal() and int(step) > after):

@@ -20,8 +20,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -38,7 +36,7 @@ from .tasks import Problem
 logger = logging.getLogger(__name__)
 
 _TAIL = 32  # tokens at the end of a prompt, in which a chat template may begin the thinking
-# In vLLM's words
+# What vLLM says of a prompt that does not fit
 _TOO_LONG = re.compile(r"maximum context(\s|\\n)+length|maximum model length|max_tokens must be at least 1")
 
 
@@ -50,7 +48,7 @@ class SampleRequest:
     sample: int
 
     def seed(self, decoding: Decoding) -> int:
-        """A seed of its own, of 63 bits, so that the sample depends neither on the others nor on their order."""
+        """Compute a seed of 63 bits from the request alone, so that the sample depends neither on the others nor on their order."""
         digest = sha256(f"{decoding.seed}/{self.problem.id}/{self.sample}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 
@@ -66,14 +64,14 @@ class Sampler(Protocol):
 
 
 class TransformersEngine:
-    """Generates with a model in this process, `batch_size` completions at a time; `name` is what results call the model."""
+    """Generates with a model in this process, `batch_size` completions at a time. Results call the model `name`."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, name: str):
         self.model, self.tokenizer, self.batch_size, self.name = model, tokenizer, batch_size, name
         self.synced = False  # whether all processes must take the same number of forward passes
         ends = model.generation_config.eos_token_id
-        self.ends = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
-        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (self.ends or [0])[0]
+        self.end_ids = sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (self.end_ids or [0])[0]
 
     @classmethod
     def load(cls, model: str, batch_size: int, dtype: str | None = None) -> "TransformersEngine":
@@ -88,7 +86,7 @@ class TransformersEngine:
                 use_safetensors=True,  # no pickle
             )
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two of a `dtype`
+        except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two for a wrong `dtype`
             raise EvaluationError(
                 f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer, or a Hub id."
             ) from error
@@ -124,20 +122,20 @@ class TransformersEngine:
             processors += [TopPLogitsWarper(decoding.top_p)] if decoding.top_p < 1 else []
             processors += [KeyedSampling(seeds)]
         settings = GenerationConfig(
-            do_sample=False,  # with seeds, the likeliest token is the sampled one
+            do_sample=False,  # `KeyedSampling` leaves one token to choose
             max_new_tokens=decoding.max_tokens,
-            eos_token_id=self.ends or None,
-            pad_token_id=self.pad,
+            stop_strings=list(decoding.stop) or None,
+            eos_token_id=self.end_ids or None,
+            pad_token_id=self.pad_id,
         )
         longest = max(map(len, prompts))
-        criteria = [StopTexts(self.tokenizer, decoding.stop, longest)] if decoding.stop else []
-        with _only(settings, self.model), torch.no_grad():
+        with _replaced_settings(settings, self.model), torch.no_grad():
             generate: Any = self.model.generate
             rows = generate(
-                input_ids=pad(ids, padding_value=self.pad, padding_side="left"),  # (B, longest)
+                input_ids=pad(ids, padding_value=self.pad_id, padding_side="left"),  # (B, longest)
                 attention_mask=pad([torch.ones_like(row) for row in ids], padding_value=0, padding_side="left"),
                 logits_processor=processors,
-                stopping_criteria=StoppingCriteriaList(criteria),
+                tokenizer=self.tokenizer,
                 synced_gpus=self.synced,
             )
         ends = [str(self.tokenizer.decode(prompt[-_TAIL:])) for prompt in prompts]
@@ -145,15 +143,16 @@ class TransformersEngine:
         return [replace(output, prompt_end=end) for output, end in zip(outputs, ends, strict=True)]
 
     def _read(self, row: list[int], decoding: Decoding) -> Output:
-        end = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), None)
-        tokens = len(row) if end is None else end + (row[end] in self.ends)
+        """Read a completion, without its padding and from its first stop text on."""
+        end = next((place for place, token in enumerate(row) if token in self.end_ids or token == self.pad_id), None)
+        tokens = len(row) if end is None else end + (row[end] in self.end_ids)
         text = str(self.tokenizer.decode(row[:tokens], skip_special_tokens=True))
         cuts = [text.find(stop) for stop in decoding.stop if stop in text]
         return Output(text[: min(cuts)] if cuts else text, tokens, end is None and not cuts)
 
 
 class KeyedSampling(LogitsProcessor):
-    """Leaves each row one token, sampled with a generator of the row's own: the sample does not depend on the batch."""
+    """Leaves each row one token, sampled with the row's own generator, so that the sample does not depend on the batch."""
 
     def __init__(self, seeds: list[int]):
         self.generators = [np.random.default_rng(seed) for seed in seeds]
@@ -165,24 +164,10 @@ class KeyedSampling(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
-class StopTexts(StoppingCriteria):
-    """Ends a completion at one of some texts. The `stop_strings` of transformers may begin in the prompt, those of a server not."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int):
-        self.tokenizer, self.stop, self.start = tokenizer, stop, start
-        self.most = 1 + max(len(text.encode()) for text in stop)  # tokens that a text may take, and the one before
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        begin = max(self.start, input_ids.shape[1] - self.most)
-        texts = self.tokenizer.batch_decode(input_ids[:, begin:], skip_special_tokens=True)
-        ended = [any(stop in text for stop in self.stop) for text in texts]
-        return torch.tensor(ended, device=input_ids.device)
-
-
 @contextmanager
-def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
-    """Generate with these settings alone: the model's own, such as a repetition penalty, would fill in what they leave out."""
-    # An adapter hands its settings on
+def _replaced_settings(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
+    """Replace the model's settings: those, such as a repetition penalty, would fill in what the given ones leave out."""
+    # An adapter passes its settings on to the model in it
     own = [(owner, owner.generation_config) for owner in {model, base_model(model)}]
     model.generation_config = settings
     try:
@@ -193,7 +178,7 @@ def _only(settings: GenerationConfig, model: PreTrainedModel) -> Iterator[None]:
 
 
 class ServerEngine:
-    """Generates with vLLM servers that serve the same model and are connected; `name` is what results call it."""
+    """Generates with connected vLLM servers of one model. Results call it `name`."""
 
     def __init__(self, pool: ServerPool, name: str):
         self.pool, self.name = pool, name
@@ -229,8 +214,8 @@ class ServerEngine:
 
 
 async def _answer(request: SampleRequest, decoding: Decoding, http: httpx2.AsyncClient, server: VLLMServer) -> Output:
-    """What a server answers. A prompt that is too long for it counts as truncated, without an answer."""
-    # All settings are given, or the server would take the others from the model's own
+    """Ask a server for a sample. A prompt that is too long counts as truncated, without an answer."""
+    # All settings are given, because the server takes the others from the model's own
     body = {name: vars(decoding)[name] for name in ("temperature", "top_p", "top_k", "max_tokens", "presence_penalty")}
     body |= {"min_p": 0.0, "repetition_penalty": 1.0, "stop": list(decoding.stop)}
     if decoding.temperature > 0:

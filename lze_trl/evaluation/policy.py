@@ -1,4 +1,4 @@
-"""The policy of a training as an engine: its weights of the moment, on its processes or by its vLLM servers."""
+"""Generates with the current weights of a training, on its processes or by its vLLM servers."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,8 +21,8 @@ OpenSampler = Callable[[], AbstractContextManager[Sampler | None]]
 
 def engine_of(trainer: GRPOTrainer) -> OpenSampler:
     """
-    Opens an engine with a trainer's weights of the moment: its own vLLM servers if it generates with these over HTTP, else the
-    model in its processes. All processes must open it; the main one gets it, the others take part and get `None`.
+    Make what opens an engine with a trainer's current weights: its own vLLM servers if it generates with these over HTTP, else the
+    model in its processes. All processes must open it. The main one gets the engine; the others take part, and get `None`.
     """
     args: Any = trainer.args  # perhaps `LZEGRPOConfig`, which this room does not know
     accelerator = trainer.accelerator
@@ -56,14 +56,14 @@ def engine_of(trainer: GRPOTrainer) -> OpenSampler:
                 yield shared if accelerator.is_main_process else None
             finally:
                 if accelerator.is_main_process:
-                    broadcast_object_list([None])  # the end, also of one that fails
+                    broadcast_object_list([None])  # ends the others' part, also after an error
                 unwrapped.train(was_training)
 
     return over_http if args.use_vllm and args.vllm_mode == "http" else in_processes
 
 
 class SharedEngine:
-    """Generates on every process what the main one asks for; meanwhile the others take part until it broadcasts `None`."""
+    """Generates on every process what the main one asks for. The others take part until it broadcasts `None`."""
 
     def __init__(self, engine: TransformersEngine, accelerator: Accelerator):
         self.engine, self.name = engine, engine.name
@@ -80,12 +80,12 @@ class SharedEngine:
     def take_part(
         self, asked: tuple[list[SampleRequest], Decoding] | None = None
     ) -> list[tuple[SampleRequest, Output]]:
-        """Complete some of what the main process asks for; all of it is returned, nothing at the end."""
+        """Complete this process's part of what the main one asks for. Returns all of it, or nothing at the end."""
         shared = [asked]
         broadcast_object_list(shared)
         if shared[0] is None:
             return []
         requests, decoding = shared[0]
         filled = requests + requests[-1:] * (-len(requests) % self.count)  # every process takes as many steps
-        found = gather_object(list(self.engine.generate(filled[self.rank :: self.count], decoding)))
-        return list({(request.problem.id, request.sample): (request, output) for request, output in found}.values())
+        pairs = gather_object(list(self.engine.generate(filled[self.rank :: self.count], decoding)))
+        return list({(request.problem.id, request.sample): (request, output) for request, output in pairs}.values())

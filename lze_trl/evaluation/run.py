@@ -61,58 +61,54 @@ class Evaluation:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How samples are decoded and scored, as JSON gives it back."""
+        """Return how samples are decoded and scored, as it is read back from JSON."""
         decoding = asdict(self.decoding) | {"stop": list(self.decoding.stop)}
         return {"samples": self.samples, "reward": get_callable_name(self.reward), "decoding": decoding}
 
     def run(self, engine: Sampler, folder: Path, progress: bool = True) -> dict[str, Any]:
         """
-        Evaluate an engine.
-
-        Args:
-            engine ([`Sampler`]): What completes the problems.
-            folder (`Path`): Where samples and results are written. Results of other tasks there are kept if their settings are the same.
-            progress (`bool`, *optional*, defaults to `True`): Whether to show a progress bar, on a terminal.
-
-        Returns:
-            `dict`: The results, as they are in the folder.
+        Evaluate an engine, write samples and results into a folder, and return the results as they are there. Results of other tasks
+        in the folder are kept if their settings are the same.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        settings, path = {"model": engine.name, **self.settings}, folder / FILE
+        path = folder / FILE
+        settings = {"model": engine.name, **self.settings}
         before = read_file(path) if path.is_file() else {}
         tasks = before["tasks"] if {name: before.get(name) for name in settings} == settings else {}
-        if not tasks:  # they are of samples that are replaced from here on
+        if not tasks:  # the samples of the old results are replaced from here on
             path.unlink(missing_ok=True)
-        found: dict[str, list[list[float]]] = defaultdict(list)
+        values_by_metric: dict[str, list[list[float]]] = defaultdict(list)
         for task, problems in self.tasks.items():
             samples = self._sampled(engine, task, progress)
             lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
             (folder / f"{task}.jsonl").write_text("".join(lines), encoding="utf-8")
             scores, counts = scores_of(samples)
             for metric, values in scores.items():
-                found[metric].append(values)
+                values_by_metric[metric].append(values)
             metrics = {metric: estimate(values) for metric, values in scores.items()}
             tasks[task] = {"metrics": metrics, "problems": len(problems), **counts}
-            mean = {name: mean_over_tasks(each) for name, each in found.items() if len(each) == len(tasks) > 1}
+            complete = {name: values for name, values in values_by_metric.items() if len(values) == len(tasks) > 1}
+            mean = {name: mean_over_tasks(values) for name, values in complete.items()}
             text = json.dumps({**settings, "tasks": tasks, "mean": mean or None}, indent=1)
-            write_atomically(path, text.encode())  # what comes next may fail
+            write_atomically(path, text.encode())  # after each task: the next one may fail
         return json.loads(path.read_text(encoding="utf-8"))
 
     def _sampled(self, engine: Sampler, task: str, progress: bool) -> list[Sample]:
-        """All samples of a task, in order."""
+        """Ask for all samples of a task, score them, and return them in order."""
         requests = [SampleRequest(problem, i) for problem in self.tasks[task] for i in range(self.samples)]
         samples = {}
         answers = engine.generate(requests, self.decoding)
         for request, output in tqdm(answers, total=len(requests), desc=task, disable=None if progress else True):
-            problem, reached = request.problem, (output.tokens, output.truncated, output.text)
-            told = score(self.reward, problem, output.text, output.prompt_end)
-            scored = *told, *reached, problem.gold, problem.prompt
-            samples[problem.id, request.sample] = Sample(problem.id, request.sample, *scored)
+            problem = request.problem
+            reward, answer = score(self.reward, problem, output.text, output.prompt_end)
+            key = problem.id, request.sample
+            output_fields = output.tokens, output.truncated, output.text
+            samples[key] = Sample(*key, reward, answer, *output_fields, problem.gold, problem.prompt)
         return [samples[request.problem.id, request.sample] for request in requests]
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a task's file; an [`EvaluationError`] if it cannot be read."""
+    """Read the samples of a task's file. Raises an [`EvaluationError`] if they cannot be read."""
     try:
         return [Sample(**json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     except (OSError, TypeError, ValueError) as error:
@@ -121,8 +117,8 @@ def read_samples(path: Path) -> list[Sample]:
 
 def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, float]]:
     """
-    Values of the problems by metric, from the samples that have a score, and counts of all samples. Raises [`EvaluationError`]
-    if none has a score.
+    Compute the values of the problems by metric, from the samples that have a score, and counts of all samples. Raises an
+    [`EvaluationError`] if no sample has a score.
     """
     table = pd.DataFrame(samples)
     scored = table.dropna(subset="reward")
@@ -133,7 +129,7 @@ def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, 
     metrics = {f"avg@{n}": [float(rewards.mean()) for rewards, _ in groups]}
     if n > 1:
         passes = [(len(rewards), int((rewards > PASS).sum())) for rewards, _ in groups]
-        for k in sorted({*(2**power for power in range(1, int(n).bit_length())), n}):  # pass@1 is avg@k
+        for k in sorted({*(2**power for power in range(1, int(n).bit_length())), n}):  # pass@1 is avg@n
             metrics[f"pass@{k}"] = [pass_at_k(count, passed, k) for count, passed in passes if count >= k]
         metrics[f"maj@{n}"] = [majority(rewards, answers) for rewards, answers in groups]
     counts = {"unscored": len(table) - len(scored), "truncated": float(table["truncated"].mean())}
@@ -143,26 +139,26 @@ def scores_of(samples: list[Sample]) -> tuple[dict[str, list[float]], dict[str, 
 
 def score(reward: RewardFunction, problem: Problem, text: str, prompt_end: str = "") -> tuple[float | None, str]:
     """
-    What the reward, or the problem's own verifier, says of a completion, and the answer that it has. The thinking may begin at the
-    `prompt_end`, the end of the prompt as it was rendered.
+    Score a completion by the reward, or the problem's own verifier. Returns the score and the completion's answer. The thinking may
+    begin at the `prompt_end`, the end of the prompt as it was rendered.
     """
     prefix = thinking_prefix(prompt_end)
-    told: dict[str, Any] = {"thinking_prefix": [prefix]} if prefix else {}
+    prefix_column: dict[str, Any] = {"thinking_prefix": [prefix]} if prefix else {}
     answers: list[str] = []
     reward = reward if problem.columns.get(COLUMN) is None else reasoning_gym_reward
     completion = text if isinstance(problem.prompt, str) else [{"role": "assistant", "content": text}]
     values: Any = reward(
         **{name: [value] for name, value in problem.columns.items()},
         prompts=[problem.prompt],
-        **told,
+        **prefix_column,
         completions=[completion],
         solution=[problem.gold],
         log_extra=lambda name, column: answers.extend(column if name == "answer" else ()),
         log_metric=lambda name, value: None,
     )
     if inspect.iscoroutine(values):
-        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
+        with ThreadPoolExecutor(1) as thread:  # this thread may have an event loop, as in a notebook
             values = thread.submit(asyncio.run, values).result()
     (value,) = values
-    value = None if value is None else float(value)  # of NumPy, or a tensor
+    value = None if value is None else float(value)  # it may be a NumPy number or a tensor
     return value, answers[0] if answers else after_thinking(prefix + text).strip()

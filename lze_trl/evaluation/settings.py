@@ -1,4 +1,4 @@
-"""How completions of an evaluation are decoded, and the flags. Imports nothing heavy."""
+"""Decoding settings of an evaluation, and the flags of the command. Imports nothing heavy."""
 
 import argparse
 import math
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class EvaluationError(ValueError):
-    """An evaluation that cannot be run or continued; the message says what to do."""
+    """Raised if an evaluation cannot be run or continued; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What decides the text of a completion, besides the model and the problem; see the flags of the same names."""
+    """Settings that decide the text of a completion; see the flags of the same names."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    max_tokens: int | None = 1024  # None for what the context leaves, by servers alone
-    presence_penalty: float = 0.0  # by servers alone
+    max_tokens: int | None = 1024  # None for what the context leaves, with servers only
+    presence_penalty: float = 0.0  # with servers only
     stop: tuple[str, ...] = ()
     seed: int = 0
     chat: bool = True  # whether prompts are messages in the model's chat template; otherwise, plain text
@@ -68,14 +68,17 @@ def add_arguments(add: Callable):
 
 
 def at_least_one(text: str) -> int:
-    """The type of a flag that counts something."""
+    """Read a flag that counts something."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
 
 
 def decoding_flags(flags: Any) -> dict[str, Any]:
-    """The fields of [`Decoding`] that flags set."""
-    given = {name: vars(flags)[name] for name in _DECODING if vars(flags)[name] is not None}
-    given |= {"chat": False} if flags.no_chat else {}
-    return given | ({"stop": tuple(text.replace("\\n", "\n") for text in flags.stop)} if flags.stop else {})
+    """Return the fields of [`Decoding`] that flags set."""
+    fields = {name: vars(flags)[name] for name in _DECODING if vars(flags)[name] is not None}
+    if flags.no_chat:
+        fields["chat"] = False
+    if flags.stop:
+        fields["stop"] = tuple(text.replace("\\n", "\n") for text in flags.stop)
+    return fields

@@ -1,7 +1,7 @@
 """
 Accuracy, pass@k and majority vote over problems, and 95 % intervals of their means.
 
-Problems are what varies: a further sample of the same problem makes its own mean sharper, not the task's.
+The intervals are over problems: further samples of the same problems narrow only what is known of each of them.
 """
 
 import math
@@ -15,11 +15,11 @@ from ..rewards.majority import answer_classes, same_answer
 
 
 _RESAMPLES = 9_999
-_MOST_DRAWN = 2_000_000  # numbers that are drawn at a time
+_MAX_DRAWN = 2_000_000  # numbers that the bootstrap draws at a time
 
 
 class Estimate(NamedTuple):
-    """A mean over problems with its interval, which is unknown where all problems have one value that is neither 0 nor 1."""
+    """A mean over problems with its interval. The interval is unknown if all problems have one value that is neither 0 nor 1."""
 
     value: float
     low: float | None
@@ -27,14 +27,14 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(samples: int, passes: int, k: int) -> float:
-    """Probability that at least one of k samples passes, drawn without replacement: the unbiased estimator of arXiv 2107.03374."""
+    """Estimate the probability that at least one of k samples passes, without bias (arXiv 2107.03374)."""
     return 1.0 - math.comb(samples - passes, k) / math.comb(samples, k)
 
 
 def majority(rewards: Sequence[float] | np.ndarray, answers: Iterable[str]) -> float:
     """
-    What the most frequent answer is worth, which is the mean reward of its samples; several that are the most frequent are worth
-    their mean. Answers are the same by [`~lze_trl.rewards.majority.answer_classes`]; `""` has no vote.
+    Return the mean reward of the samples with the most frequent answer; of several such answers, the mean over them. Answers are the
+    same by [`~lze_trl.rewards.majority.answer_classes`]; `""` has no vote.
     """
     classes = answer_classes([answer or None for answer in answers], same_answer)
     votes = np.bincount(classes[classes >= 0])
@@ -45,26 +45,26 @@ def majority(rewards: Sequence[float] | np.ndarray, answers: Iterable[str]) -> f
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of one value for each problem, with Wilson's interval if all are 0 or 1, and else the bootstrap's over problems."""
+    """Estimate the mean of one value for each problem, with Wilson's interval if all are 0 or 1, else with the bootstrap's."""
     array = np.asarray(values, dtype=float)
     if np.isin(array, (0.0, 1.0)).all():
-        found = binomtest(int(array.sum()), len(array)).proportion_ci(method="wilson")
-        return Estimate(float(array.mean()), float(found.low), float(found.high))
+        interval = binomtest(int(array.sum()), len(array)).proportion_ci(method="wilson")
+        return Estimate(float(array.mean()), float(interval.low), float(interval.high))
     return mean_over_tasks([array])
 
 
 def mean_over_tasks(tasks: Sequence[Sequence[float] | np.ndarray]) -> Estimate:
-    """Mean of the means of several tasks, with the bootstrap's interval (percentiles), for which each is drawn anew."""
+    """Estimate the mean of the means of several tasks, with the bootstrap's interval (percentiles) over the problems of each."""
     arrays = [np.asarray(values, dtype=float) for values in tasks]
     mean = float(np.mean([values.mean() for values in arrays]))
-    # Values that are all the same are so in every draw, which says nothing
+    # If all values are the same, every draw is the same, and the interval would be empty
     if min(map(len, arrays)) < 2 or all((values == values[0]).all() for values in arrays):
         return Estimate(mean, None, None)
     interval = bootstrap(
         arrays,
         lambda *drawn, axis: sum(values.mean(axis=axis) for values in drawn) / len(drawn),
         n_resamples=_RESAMPLES,
-        batch=max(1, _MOST_DRAWN // sum(map(len, arrays))),
+        batch=max(1, _MAX_DRAWN // sum(map(len, arrays))),
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval

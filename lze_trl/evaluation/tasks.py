@@ -1,4 +1,4 @@
-"""The tasks as data, and their problems as training would read them."""
+"""The tasks, and their problems as a training would read them."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ SUFFIXES = {
     "choice": f"{_REASON}the letter of the right option within \\boxed{{}}.",
     "mixed": f"{_REASON}your final answer within \\boxed{{}}; of options, the letter of the right one.",
 }
-"""What the prompt asks for, by the kind of the task."""
+"""What the prompt asks for, by kind of task."""
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,25 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem: an id that is the hash of prompt and gold answer, the prompt as text or messages, and the gold answer."""
+    """A problem of a task."""
 
-    id: str
-    prompt: str | list[dict[str, str]]
+    id: str  # hash of prompt and gold answer
+    prompt: str | list[dict[str, str]]  # text or messages
     gold: str | None
-    columns: Mapping[str, Any] = field(default_factory=dict)  # the others of its row, which rewards may read
-
-    @property
-    def text(self) -> str:
-        """The prompt without roles."""
-        parts = [{"content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
-        return "\n".join(part["content"] or "" for part in parts)
+    columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of its row, which rewards may read
 
 
 def find_tasks(names: Iterable[str]) -> list[Task]:
-    """Tasks by name, or by the address of a dataset, as [`~lze_trl.data.load_prompts`] takes it."""
-    tasks = [TASKS[name] if name in TASKS else _of_address(name) for name in names]
-    known = [task.name for task in tasks]
-    if repeated := sorted({name for name in known if known.count(name) > 1}):
+    """Return tasks by name, or by the address of a dataset, as [`~lze_trl.data.load_prompts`] takes it."""
+    tasks = [TASKS[name] if name in TASKS else _task_of_address(name) for name in names]
+    task_names = [task.name for task in tasks]
+    if repeated := sorted({name for name in task_names if task_names.count(name) > 1}):
         raise EvaluationError(f"The tasks {repeated} are given twice. Name each once; files need different names.")
     return tasks
 
 
-def _of_address(address: str) -> Task:
+def _task_of_address(address: str) -> Task:
+    """Make a task of a dataset, named by its file or folder and by the rows that the address asks for."""
     path = Path(address.partition("?")[0])
     if not path.suffix and not {"/", ":"} & set(address):
         raise EvaluationError(
@@ -89,13 +84,13 @@ def _of_address(address: str) -> Task:
     if name in ("test", "train", "data"):  # results are kept by name, and many files are called so
         name = f"{path.resolve().parent.name}_{name}"
     query = [(key, value) for key, value in parse_qsl(address.partition("?")[2]) if value != "test"]
-    told = [value if key in ("config", "split") else f"{key}-{value}" for key, value in query]
-    parts = [re.sub(r"\W+", "-", value).strip("-") for value in told]
+    settings = [value if key in ("config", "split") else f"{key}-{value}" for key, value in query]
+    parts = [re.sub(r"\W+", "-", setting).strip("-") for setting in settings]
     return Task("_".join([name, *parts]), address)
 
 
 def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> list[Problem]:
-    """The problems of a task, each once."""
+    """Load the problems of a task, each once."""
     try:
         table = load_prompts(
             task.address,

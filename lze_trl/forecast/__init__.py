@@ -19,7 +19,7 @@ _LARGEST, _MANY = 64, 0.5  # group size that is forecast while so large a share 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast. `print` shows it, and `to_dict` has all its numbers; intervals are those of 80 %."""
+    """A forecast. `print` shows it, and `to_dict` has all its numbers, with 80 % intervals."""
 
     sample: GroupSample  # what it rests on
     dead: dict[int, Interval]  # share of dead groups by group size
@@ -32,7 +32,7 @@ class Forecast:
     chosen: Price | None  # `None` if nothing is to be saved
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, as JSON can hold them."""
+        """Return all numbers, as JSON can hold them."""
         own = asdict(replace(self, sample=None))  # type: ignore[arg-type]  # its rows are no numbers of the forecast
         return own | {"sample": self.sample.source, "groups": len(self.sample), "unit": self.sample.unit}
 
@@ -88,7 +88,7 @@ class Forecast:
             f"The training: {horizon.batches:,} generation batches of {horizon.per_batch:,} prompts, {horizon.prompts:,} different ones.",
             "Group sizes below the one that was drawn: all subsets of each group. Above it: a beta-binomial fit.",
             f"The gate: its own rule, simulated {how}."
-            if sample.settled
+            if sample.completions_known
             else "The recording lacks the rewards of single completions: nothing is said of other group sizes, and of the gate. Forecast the recipe, "
             "or call `trainer.forecast()`, to price them.",
             f"Seconds are not known: generation takes {GENERATION:.0%} of plain GRPO's time."
@@ -103,7 +103,7 @@ def _percent(share: Interval) -> str:
 
 
 def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
-    """The forecast of a sample. Raises a `ValueError` if it has fewer than two groups of two completions."""
+    """Forecast by a sample. Raises a `ValueError` if it has fewer than two groups of two completions."""
     if len(sample) < 2 or sample.size < 2:
         raise ValueError(
             f"A forecast needs two groups of two completions or more, got {len(sample)} groups, the smallest of {sample.size}. "

@@ -37,12 +37,12 @@ class Price:
 
 
 def prices(sample: GroupSample, rng: np.random.Generator) -> list[Price]:
-    """Prices of `exact`, `lze`, and, where its completions are known, the gate with G and with G / 2 of twice the prompts."""
+    """Return the prices of `exact`, `lze`, and the gate with G and, for twice the prompts, G / 2, if completions are known."""
     drift, size = rng.standard_normal(DRAWS), sample.size
     alive = resampled_means(sample.batch.alive.astype(np.float64), rng)
     live, luck = np.clip(alive * np.exp(DRIFT * drift), 1e-3, 1.0), np.exp(LUCK * rng.standard_normal(DRAWS))
     found = [_price(sample, "exact", "strategy: exact", np.ones(DRAWS), live)]
-    for group_size in (size, size // 2) if sample.settled and sample.batch.alive.any() else ():
+    for group_size in (size, size // 2) if sample.completions_known and sample.batch.alive.any() else ():
         simulated = [gate_price(sample, group_size, rng) for _ in range(_SIMULATIONS if group_size > 1 else 0)]
         if not simulated or not np.isfinite(simulated).all():
             continue
@@ -60,7 +60,7 @@ def prices(sample: GroupSample, rng: np.random.Generator) -> list[Price]:
 
 
 def _price(sample: GroupSample, name: str, settings: str, rollouts: np.ndarray, updates: np.ndarray) -> Price:
-    """The price from draws of rollouts × and updates ×."""
+    """Return the price from draws of rollouts × and updates ×."""
     costs, share = sample.costs, GENERATION
     if costs is not None:
         share = costs.rollout / (costs.rollout + costs.update)
@@ -71,8 +71,8 @@ def _price(sample: GroupSample, name: str, settings: str, rollouts: np.ndarray, 
 
 def chosen(found: list[Price]) -> Price | None:
     """
-    The cheapest strategy in seconds: `exact`, unless another one surely saves against plain GRPO, and is a tenth cheaper than `exact`;
-    `None` if it saves less than a tenth.
+    Return the cheapest strategy in seconds: `exact`, unless another one surely saves against plain GRPO, and is a tenth
+    cheaper than `exact`; `None` if it saves less than a tenth.
     """
     exact = next(price for price in found if price.name == "exact")
     limit = _WORTH * exact.seconds.value

@@ -1,4 +1,4 @@
-"""The forecast of a trainer: its own rollouts and one update, none of which reaches its training."""
+"""The sample of a trainer: its own rollouts and one update. Neither reaches its training."""
 
 import time
 from typing import Any
@@ -75,7 +75,7 @@ def refuse_processes(accelerator: Any, what: str):
 
 
 def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:
-    """Rows of the training set, at random, and how many it has; the first ones of a stream, of which that is not known: 0."""
+    """Return random rows of the training set, and how many it has; of a stream the first rows, and 0."""
     dataset = view.passes.dataset
     if view.passes.streamed:
         return list(view.train_dataset.take(count)), 0
@@ -84,7 +84,7 @@ def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _seconds_of_update(view: Any) -> float:
-    """Seconds of the gradients of the last generation batch."""
+    """Measure the seconds of the gradients of the last generation batch."""
     view.generation_step.micro_step, begin = 0, time.perf_counter()
     for _ in range(view.args.steps_per_generation):
         view.training_step(view.model, [])

@@ -23,8 +23,8 @@ _LOGS = "completions_*.parquet"
 
 def sample_of_folder(folder: str | Path, reward: str | None = None) -> GroupSample:
     """
-    The sample of a run's folder: of its telemetry if it has some, and else of TRL's logs, in which `reward` names what a completion
-    passes by (default: the sum of all). A [`~lze_trl.record.TelemetryError`] if neither can be read.
+    Read the sample of a run's folder: of its telemetry if it has some, and else of TRL's logs, in which `reward` names
+    what a completion passes by (default: the sum of all). A [`~lze_trl.record.TelemetryError`] if neither can be read.
     """
     folder = Path(folder)
     if folder.name == DIRECTORY or (folder / DIRECTORY).is_dir():
@@ -37,7 +37,7 @@ def _of_run(run: Run) -> GroupSample:
     settings = run.meta.settings
     if (controller := settings.get("controller", "uniform")) != "uniform":
         raise TelemetryError(
-            f"`{run.name}` was drawn by `controller: {controller}`, which chose its groups: they say too little of the others. Forecast "
+            f"`{run.name}` was drawn by `controller: {controller}`, which chose its groups: they show too little of the others. Forecast "
             "its recipe, or call `trainer.forecast()` in its script."
         )
     groups = run.groups()
@@ -69,7 +69,7 @@ def _of_run(run: Run) -> GroupSample:
     horizon = Horizon(sum(summary["prompts"].values()), per_batch, summary["generations"])
     constant = constant_rewards(run.meta.reward_labels, rewards)
     source = f"The run `{run.name}`"
-    return GroupSample(batch, why, source, horizon, costs, constant=constant, settled=binary)
+    return GroupSample(batch, why, source, horizon, costs, constant=constant, completions_known=binary)
 
 
 def _of_logs(folder: Path, reward: str | None) -> GroupSample:
@@ -100,9 +100,9 @@ def _of_logs(folder: Path, reward: str | None) -> GroupSample:
 
 def read_logs(folder: Path) -> pd.DataFrame:
     """
-    Completions of a run of TRL's GRPO that had `log_completions=True`, from its output directory or its `completions` folder: the
-    columns of its logs, prompts and completions as text, and `log`, the number of the log. Completions that several updates use are
-    there once; neither tokens nor reward weights are logged.
+    Read the completions of a run of TRL's GRPO that had `log_completions=True`, from its output directory or its
+    `completions` folder: the columns of its logs, prompts and completions as text, and `log`, the number of the log.
+    Completions that several updates use are there once; neither tokens nor reward weights are logged.
 
     Raises:
         MissingTelemetryError: There are no logs, or no completion in them.

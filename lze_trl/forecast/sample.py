@@ -38,7 +38,7 @@ class GroupSample:
     costs: Costs | None = None  # `None` where they are not known
     unit: str = "tokens"  # of lengths; or characters
     constant: dict[str, float] = field(default_factory=dict)  # rewards that never differed, NaN for None
-    settled: bool = True  # whether the values of single completions are known
+    completions_known: bool = True  # whether the values of single completions are known
 
     def __post_init__(self):
         # Without a reward, nothing is passed
@@ -64,12 +64,12 @@ class GroupSample:
         return self.batch.num_groups
 
     def table(self, column: str) -> np.ndarray:
-        """The first G values of each group in a row column, shape `(P, G)`."""
+        """Return the first G values of each group in a row column, shape `(P, G)`."""
         values, starts = getattr(self.batch, column), np.cumsum(self.batch.sizes) - self.batch.sizes
         return values[starts[:, np.newaxis] + np.arange(self.size)]
 
 
 def constant_rewards(names: list[str], rewards: np.ndarray) -> dict[str, float]:
-    """Reward functions that gave every completion the same, with the value, from rewards `(B, F)`; NaN for no reward."""
+    """Find reward functions that gave every completion the same, with the value, from rewards `(B, F)`; NaN for none."""
     values = {name: np.unique(column[~np.isnan(column)]) for name, column in zip(names, rewards.T, strict=True)}
     return {name: float(seen[0]) if len(seen) else np.nan for name, seen in values.items() if len(seen) < 2}

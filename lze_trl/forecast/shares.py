@@ -28,7 +28,10 @@ class Interval:
 
 
 def resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Means of bootstrap samples of the prompts' values, shape `(DRAWS,)`. For none, or all, of them: Jeffreys' posterior."""
+    """
+    Return means of bootstrap samples of the prompts' values, shape `(DRAWS,)`. For none, or all, of them: Jeffreys'
+    posterior.
+    """
     count = len(values)
     if (values == values[0]).all() and values[0] in (0.0, 1.0):
         return rng.beta(values.sum() + 0.5, count - values.sum() + 0.5, DRAWS)
@@ -38,13 +41,13 @@ def resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def mean(values: np.ndarray, rng: np.random.Generator) -> Interval:
-    """Mean over the prompts, `values` of shape `(P,)`, with the 80 % interval of a bootstrap over them."""
+    """Return the mean over the prompts, `values` of shape `(P,)`, with the 80 % interval of a bootstrap over them."""
     low, high = np.quantile(resampled_means(values, rng), (0.1, 0.9))
     return Interval(float(values.mean()), float(low), float(high))
 
 
 def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
-    """a and b of the Beta distribution of pass rates with the highest likelihood, from passes of completions of each prompt."""
+    """Fit a and b of the Beta distribution of pass rates to the passes of each prompt, by maximum likelihood."""
 
     def loss(logs: np.ndarray) -> float:
         a, b = np.exp(logs)
@@ -57,7 +60,7 @@ def fit_beta(passes: np.ndarray, sizes: np.ndarray) -> tuple[float, float]:
 
 
 def posteriors(sample: GroupSample) -> tuple[np.ndarray, np.ndarray]:
-    """a and b of each prompt's pass rate, shape `(P,)`, by the fitted Beta distribution and its own completions."""
+    """Return a and b of each prompt's pass rate, shape `(P,)`, by the fitted Beta distribution and its own completions."""
     sizes, passes = sample.batch.sizes, sample.passes
     a, b = fit_beta(passes, sizes)
     return passes + a, sizes - passes + b
@@ -65,13 +68,14 @@ def posteriors(sample: GroupSample) -> tuple[np.ndarray, np.ndarray]:
 
 def dead_share(sample: GroupSample, size: int, rng: np.random.Generator) -> Interval | None:
     """
-    Share of dead groups of `size` completions. Up to the size that was drawn, over all subsets of each group (hypergeometric); above it,
-    the beta-binomial of [`posteriors`]. `None` where completions are not 0 or 1, or not known.
+    Estimate the share of dead groups of `size` completions. Up to the size that was drawn, over all subsets of each
+    group (hypergeometric); above it, the beta-binomial of [`posteriors`]. `None` where completions are not 0 or 1, or
+    not known.
     """
     own = sample.size
     if size == own:
         return mean(1.0 - sample.batch.alive, rng)
-    if not sample.settled or (size > own and not sample.binary):
+    if not sample.completions_known or (size > own and not sample.binary):
         return None
     if size > own:
         return _beyond(sample, size, rng)
@@ -83,7 +87,10 @@ def dead_share(sample: GroupSample, size: int, rng: np.random.Generator) -> Inte
 
 
 def _beyond(sample: GroupSample, size: int, rng: np.random.Generator) -> Interval:
-    """Share of dead groups of more completions than were drawn. The interval is that of fits to bootstrap samples."""
+    """
+    Estimate the share of dead groups of more completions than were drawn. The interval is that of fits to bootstrap
+    samples.
+    """
     value, of_fits = float(dead_probability(*posteriors(sample), size).mean()), []
     for _ in range(_FITS):
         rows = rng.integers(len(sample), size=len(sample))
@@ -95,10 +102,10 @@ def _beyond(sample: GroupSample, size: int, rng: np.random.Generator) -> Interva
 
 def to_gain(sample: GroupSample, of: int, rng: np.random.Generator) -> tuple[Interval, Interval | None, int]:
     """
-    Mean outcome; that of the best of `of` completions less it, `None` where single completions are not known; and how many the best is
-    of: no more than were drawn.
+    Return the mean outcome; that of the best of `of` completions less it, `None` where single completions are not
+    known; and how many the best is of: no more than were drawn.
     """
     outcomes, of = np.sort(sample.table("outcomes"), axis=1), min(of, sample.size)
     chances = comb(np.arange(sample.size), of - 1) / comb(sample.size, of)  # that the i-th in order is the best
     averages = outcomes.mean(axis=1)
-    return mean(averages, rng), mean(outcomes @ chances - averages, rng) if sample.settled else None, of
+    return mean(averages, rng), mean(outcomes @ chances - averages, rng) if sample.completions_known else None, of

@@ -13,8 +13,9 @@ from ..evaluation.run import Evaluation
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..names import imported
+from ..prompt_checks import text_of
 from ..rewards import accuracy_reward, get_reward
-from ..rollout.settling import GroupReward
+from ..rollout.group_rewards import GroupReward
 from ..selfplay.online import Instruction
 from ..selfplay.writer import Seeds
 from . import RecipeError
@@ -80,7 +81,7 @@ def make_evaluations(
         if both := [problem for problem in problems if json.dumps(problem.prompt) in shown]:
             raise RecipeError(
                 f"{len(both)} of the {len(problems)} problems of `probe_datasets` are trained on as well, such as "
-                f"{both[0].text[:80]!r}. Remove them from one of the two."
+                f"{text_of(both[0].prompt)[:80]!r}. Remove them from one of the two."
             )
     return tasks, probe
 

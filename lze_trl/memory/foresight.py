@@ -1,4 +1,4 @@
-"""Foresight: a forecast, learned during the run, of which prompts' next groups will be alive."""
+"""Foresight: a forecast, learned during the run, of whether the next group of a prompt will be alive."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 class History(Table):
     """
     What is remembered of prompts, float64 columns of shape `(P,)`: `visits`; posterior mean `pass_rates` and the completions
-    it rests on, `strength`; of the last visit the mean outcome `last`, whether it was `stopped` after one completion, and
+    it rests on, `strength`; of the last visit the mean outcome `last_mean`, whether it was `stopped` after one completion, and
     `logprob_mean`, `logprob_min`, `logprob_max` (NaN if none were reported); `streak`, see [`Prompts`]; and the `age` in
     generation batches since the last visit.
     """
@@ -24,10 +24,10 @@ class History(Table):
 
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
     """
-    Features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the posterior's log-odds. For a prompt that was
-    never visited, all are 0 except the first.
+    Return features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the posterior's log-odds.
+    For a prompt that was never visited, all are 0 except the first.
     """
-    streak, rate = history.streak, history.last
+    streak, rate = history.streak, history.last_mean
     solved, hopeless = (streak > 0).astype(np.float64), (streak < 0).astype(np.float64)
     length, stopped = np.log1p(np.abs(streak)) / 2.0, history.stopped > 0
     alive = ((streak == 0) & ~stopped).astype(np.float64)
@@ -58,12 +58,12 @@ class Foresight:
         self._metrics: dict[str, float] = {}
 
     def alive(self, history: History, size: int | np.ndarray) -> np.ndarray:
-        """Probability that a group of `size` completions of each prompt is alive, shape `(P,)`."""
+        """Forecast the probability that a group of `size` completions of each prompt is alive, shape `(P,)`."""
         model, posterior = self.forecasts(history, size)
         return model if self.model.used else posterior
 
     def forecasts(self, history: History, size: int | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """That probability by the model and by the posterior."""
+        """Forecast the same probability by the model and by the posterior."""
         sizes = np.broadcast_to(size, len(history))
         model, posterior = np.empty(len(history)), np.empty(len(history))
         for start in range(0, len(history), _CHUNK):
@@ -71,7 +71,7 @@ class Foresight:
             model[part], posterior[part] = self.model.forecasts(*_examples(history.take(part), sizes[part]))
         return np.where(sizes < 2, 0.0, model), np.where(sizes < 2, 0.0, posterior)
 
-    def see(
+    def fit(
         self,
         history: History,
         size: int | np.ndarray,
@@ -96,12 +96,12 @@ class Foresight:
             self.model.learn(*_examples(history, sizes), alive, counts)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last generation batch, over prompts visited before."""
+        """Return metrics of the last generation batch, over prompts visited before."""
         return self._metrics
 
 
 def _examples(history: History, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The bounded log-odds of "alive" by the posterior, and the features."""
+    """Return the bounded log-odds of "alive" by the posterior, and the features."""
     dead = dead_probability(*beta_parameters(history.pass_rates, history.strength), sizes)
     with np.errstate(divide="ignore"):
         posterior = np.clip(np.log1p(-dead) - np.log(dead), -MAX_LOGIT, MAX_LOGIT)

@@ -24,8 +24,8 @@ _NO_CONTENT = ("prompt", "completion", "completion_ids", "prompt_id", ID_COLUMN)
 
 def prompt_id(prompt: Any, answer: Any = None, others: dict[str, Any] | None = None) -> int:
     """
-    Content hash of a row: the signed xxh64 of the canonical JSON of its prompt (text or messages), its gold answer, and its
-    `others`, the further columns that reward functions can read. Columns without a value do not count.
+    Return the content hash of a row: the signed xxh64 of the canonical JSON of its prompt (text or messages), its gold
+    answer, and its `others`, the further columns that reward functions can read. Columns without a value do not count.
     """
     further = _content(others or {})
     content = [_content(prompt), answer, *([further] if further else [])]
@@ -60,7 +60,7 @@ def _hash(text: str) -> int:
 
 
 def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
-    """Ids `(P,)` in which each further occurrence of an id is replaced by another one, always the same."""
+    """Replace each further occurrence of an id in ids `(P,)` by another id, always the same."""
     apart, earlier = prompt_ids.copy(), pd.Series(prompt_ids).groupby(prompt_ids).cumcount()
     for i in np.flatnonzero(earlier):
         apart[i] = _hash(f"{prompt_ids[i]} again {earlier[i]}")
@@ -113,7 +113,7 @@ def add_prompt_ids(
 
 
 def media_as_stored(feature: Any) -> Any:
-    """A column's type, or a mapping of them, by which rows are decoded except for images, audio and video."""
+    """Return the type of a column, or a mapping of types, by which rows are decoded except for images, audio and video."""
     if isinstance(feature, dict):
         return {name: media_as_stored(inner) for name, inner in feature.items()}
     if isinstance(feature, (List, LargeList)):
@@ -122,7 +122,10 @@ def media_as_stored(feature: Any) -> Any:
 
 
 def prompts_of_groups(prompt_ids: np.ndarray, group: np.ndarray, count: int) -> np.ndarray:
-    """Prompt of each of `count` groups, shape `(P,)`, from those of all completions, shape `(B,)`; `ValueError` if a group holds two."""
+    """
+    Return the prompt of each of `count` groups, shape `(P,)`, from those of all completions, shape `(B,)`; `ValueError`
+    if a group holds two.
+    """
     of_groups = np.zeros(count, dtype=np.int64)
     of_groups[group] = prompt_ids
     if (mixed := group[of_groups[group] != prompt_ids]).size:
@@ -135,7 +138,7 @@ def prompts_of_groups(prompt_ids: np.ndarray, group: np.ndarray, count: int) -> 
 
 
 def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
-    """Names of the columns that the rows of a dataset show; those of a stream may only be known from its first row."""
+    """Return the names of the columns that rows of a dataset show; a stream may have to be asked for its first row."""
     if isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
         return dataset.format["columns"]
     known = None if isinstance(dataset, Dataset) else dataset.column_names
@@ -161,7 +164,10 @@ def _shown(transform: Callable[[dict[str, list]], dict[str, list]], batch: dict[
 
 
 def id_of(row: dict[str, Any], answer: str | None) -> int:
-    """Id of a row, whose gold answer is in the column `answer`: that in its own column `prompt_id`, or else of its content."""
+    """
+    Return the id of a row, whose gold answer is in the column `answer`: that in its own column `prompt_id`, or else of
+    its content.
+    """
     own = row.get("prompt_id")
     if own is not None:  # integers stay as they are, so that the user finds them again in the telemetry
         return own if isinstance(own, int) and -(2**63) <= own < 2**63 else _hash(str(own))

@@ -22,7 +22,7 @@ class RowIndex:
         return sum(len(ids) for ids, _ in self._runs)
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Row of each id, shape `(n,)`, int64; −1 for an unknown id."""
+        """Find the row of each id, shape `(n,)`, int64; −1 for an unknown id."""
         found = np.full(len(ids), -1, dtype=np.int64)
         for known, rows in self._runs:
             if len(known):
@@ -41,7 +41,7 @@ class RowIndex:
 
 
 def _merged(run: tuple[np.ndarray, np.ndarray], ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A sorted run with further ids and rows inserted."""
+    """Insert further ids and rows into a sorted run."""
     order = np.argsort(ids)
     places = np.searchsorted(run[0], ids[order])
     return np.insert(run[0], places, ids[order]), np.insert(run[1], places, rows[order])

@@ -1,4 +1,4 @@
-"""Outcomes: scores of completions scaled to [0, 1]. They rank live groups and say what is solved, never what is alive."""
+"""Outcomes: scores of completions scaled to [0, 1]. They rank live groups and decide what is solved, never what is alive."""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +32,10 @@ class OutcomeRule:
         return self.bounds if self.threshold is None else (0.0, 1.0)
 
     def scores(self, rewards_per_func: np.ndarray, totals: np.ndarray) -> np.ndarray:
-        """1 for a pass, 0 for a fail, or the reward; NaN without one. From rewards `(B, F)` and weighted totals `(B,)`."""
+        """
+        Return 1 for a pass, 0 for a fail, or the reward; NaN without one. From rewards `(B, F)` and weighted totals
+        `(B,)`.
+        """
         rewards = totals if self.column is None else rewards_per_func[:, self.column]
         others = rewards[~np.isnan(rewards) & ~np.isin(rewards, (0.0, 1.0))]
         if self.binary and others.size:
@@ -76,7 +79,7 @@ class RewardRange:
         return self.bounds[1] > top
 
     def outcomes(self, scores: np.ndarray) -> np.ndarray:
-        """Scores scaled and clipped to [0, 1]; NaN stays NaN."""
+        """Scale and clip scores to [0, 1]; NaN stays NaN."""
         low, high = self.bounds
         if low == high:
             return np.where(np.isnan(scores), np.nan, 0.0)

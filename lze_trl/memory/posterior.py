@@ -4,7 +4,7 @@ import numpy as np
 
 
 def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
-    """Completions n = min(rollouts, memory) that the posterior rests on, float64."""
+    """Return the completions n = min(rollouts, memory) that the posterior rests on, float64."""
     return np.minimum(rollouts.astype(np.float64), memory)
 
 
@@ -12,28 +12,28 @@ def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
     """
-    Mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n + p·k) / (n + k),
-    where e is the mean before the visit and n = min(rollouts, memory).
+    Return the mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n
+    + p·k) / (n + k), where e is the mean before the visit and n = min(rollouts, memory).
     """
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
 
 
 def posterior_mean(expected: np.ndarray, rollouts: np.ndarray, memory: float) -> np.ndarray:
-    """Posterior mean a / (a + b) of the pass rate: a = 1 + e·n, and b = 1 + (1 − e)·n."""
+    """Return the posterior mean a / (a + b) of the pass rate: a = 1 + e·n, and b = 1 + (1 − e)·n."""
     strength = posterior_strength(rollouts, memory)
     return (1.0 + expected.astype(np.float64) * strength) / (2.0 + strength)
 
 
 def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """a and b of the posterior, a + b = n + 2, from its mean and its strength n."""
+    """Return a and b of the posterior, a + b = n + 2, from its mean and its strength n."""
     total = strength + 2.0
     return pass_rates * total, (1.0 - pass_rates) * total
 
 
 def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np.ndarray:
     """
-    Probability that all completions of a group pass, or all fail; 1 for groups of fewer than two.
+    Return the probability that all completions of a group pass, or all fail; 1 for groups of fewer than two.
 
     The number of passes is beta-binomial: P(all pass) is the product of (a + i) / (a + b + i) over i < `size`, and P(all fail)
     the same with b for a.

@@ -37,11 +37,11 @@ class OnlineRegression:
         return bool(model < offset)
 
     def forecasts(self, offset: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""
+        """Return probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""
         return probability(np.clip(offset + x @ self.weights, -MAX_LOGIT, MAX_LOGIT)), probability(offset)
 
     def drawn(self, offset: np.ndarray, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Probabilities `(P,)` by weights that are drawn from their posterior, for each example anew."""
+        """Return probabilities `(P,)` by weights that are drawn from their posterior, for each example anew."""
         spread = np.sqrt((x * np.linalg.solve(self.precision, x.T).T).sum(axis=1))
         return probability(offset + x @ self.weights + spread * rng.standard_normal(len(x)))
 
@@ -87,7 +87,7 @@ class OnlineRegression:
 
 
 def log_odds(chance: np.ndarray) -> np.ndarray:
-    """Log-odds of probabilities, bounded."""
+    """Return bounded log-odds of probabilities."""
     with np.errstate(divide="ignore"):
         return np.clip(np.log(chance) - np.log1p(-chance), -MAX_LOGIT, MAX_LOGIT)
 
@@ -97,5 +97,5 @@ def probability(log_odds: np.ndarray) -> np.ndarray:
 
 
 def bounded_logprob(logprobs: np.ndarray) -> np.ndarray:
-    """A feature of log-probabilities: 1.7 at 0, 0 at −1, falling slowly below."""
+    """Return a feature of log-probabilities: 1.7 at 0, 0 at −1, falling slowly below."""
     return -np.log(1e-3 - logprobs) / 4.0

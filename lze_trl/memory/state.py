@@ -49,38 +49,41 @@ class PromptState:
     momentum_weight: float = 0.3
     ema_decay: float = 0.9
     pruning_streak: int = 2
-    prune: bool = True
+    prunes: bool = True
     posterior_memory: float = 16.0  # most completions that the past of a prompt counts for, because the policy changes
     group_size: int = 8  # completions of a group whose chances are forecast
     recurring: bool = True  # whether prompts come again; nothing is remembered of those that do not
-    alone: bool = False  # whether a group goes on by its own first completion, see [`Threshold`]
+    independent_groups: bool = False  # whether a group goes on by its own first completion, see [`Threshold`]
     named_outcome: bool = False  # a prompt is solved when all its completions pass the reward that the user named
-    expected: int = 0  # prompts to allocate memory for
-    bounds: tuple[float, float] | None = None  # of the scores, where they are known
+    capacity: int = 0  # prompts to allocate memory for
+    score_range: tuple[float, float] | None = None  # of the scores, where they are known
     unseen: Unseen | None = None  # forecasts prompts that were never visited
 
     def __post_init__(self):
-        self.range, self.foresight = RewardRange(self.bounds), Foresight()
-        self.gate = Threshold(self.group_size, self.alone)
+        self.range, self.foresight = RewardRange(self.score_range), Foresight()
+        self.threshold = Threshold(self.group_size, self.independent_groups)
         self.batches = 0  # generation batches so far
-        self._table = np.zeros(max(self.expected, 16), dtype=_RECORD)
+        self._table = np.zeros(max(self.capacity, 16), dtype=_RECORD)
         self._index = RowIndex()
 
     def __len__(self) -> int:
         return len(self._index)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """View of one column over the visited prompts, shape `(len(self),)`."""
+        """Return a view of one column over the visited prompts, shape `(len(self),)`."""
         return self._table[name][: len(self)]
 
     def find(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Row of each prompt, shape `(n,)`; −1 if it was never visited."""
+        """Find the row of each prompt, shape `(n,)`; −1 if it was never visited."""
         return self._index.find(prompt_ids)
 
     # ---- Write ----
 
-    def observe(self, scores: np.ndarray) -> int:
-        """Enter scores of new completions into the range. Returns how many prompts were solved below a top that rises."""
+    def update_range(self, scores: np.ndarray) -> int:
+        """
+        Enter scores of new completions into the range of scores. Returns how many prompts lost their solved status because a higher
+        reward was seen.
+        """
         if not self.range.observe(scores):
             return 0
         solved = self["streak"] > 0
@@ -88,95 +91,113 @@ class PromptState:
         self["pruned"][solved] = False
         return int(solved.sum())
 
-    def visit(self, rollouts: Batch, chances: np.ndarray | None = None) -> Table:
+    def score_and_store(self, rollouts: Batch, completion_probability: np.ndarray | None = None) -> Table:
         """
-        Score the groups of a generation batch, then remember them. Enter their scores by [`observe`] first.
+        Score the groups of a generation batch, let the forecasts learn from them, and store them. Enter their scores by [`update_range`]
+        first.
 
-        Energies use the moving averages from *before* the batch. Groups without a scored completion leave no trace. Where
-        groups were stopped after their first completion, `chances`, shape `(P,)`, are the probabilities with which they were
+        Energies use the moving averages from *before* the batch. Groups without a scored completion are not stored. Where groups
+        were stopped after their first completion, `completion_probability`, shape `(P,)`, is the probability with which each was
         completed, 0 for the stopped ones.
         """
-        ids = rollouts.prompt_ids
-        before = self._records(ids)
-        groups = score_groups(
+        groups = self._score(rollouts)
+        if completion_probability is None:
+            self._learn_from_whole_groups(groups, rollouts)
+            stopped = np.zeros(len(groups), dtype=bool)
+        else:
+            self._learn_from_gated_groups(groups, rollouts, completion_probability)
+            stopped = completion_probability == 0
+        scores, group = rollouts.scores, rollouts.group
+        num_scored = np.bincount(group[~np.isnan(scores)], minlength=len(groups))
+        self.store(groups, group_mean(scores, group, len(groups)), num_scored, stopped)
+        return groups
+
+    def _score(self, rollouts: Batch) -> Table:
+        """Score groups by what is stored of their prompts."""
+        before = self._records(rollouts.prompt_ids)
+        return score_groups(
             rollouts,
-            np.where(_begun(before), self._scaled(before["first_pass_rate"]), np.nan),
+            np.where(_has_completed_visit(before), self._scaled(before["first_pass_rate"]), np.nan),
             np.where(before["visits"] > 0, self._scaled(before["ema"]), np.nan),
             before["visits"].astype(np.int64),
-            before["pruned"] & self.prune,
+            before["pruned"] & self.prunes,
             self.difficulty_floor,
             self.momentum_weight,
             self.named_outcome,
         )
-        scored = ~np.isnan(groups.pass_rates)
-        if chances is None:
-            size, alive = first_completions(rollouts)
-            self._see_unseen(ids[scored], size, alive[scored], np.ones(scored.sum()))
-            self.foresight.see(self.history(ids[scored]), size, alive[scored], learn=size > 1)
-        else:
-            complete = scored & (chances > 0)
-            counts = np.divide(1.0, chances, out=np.zeros(len(ids)), where=complete)
-            prompts = self.prompts(ids)
-            if self.unseen is not None:  # what chance has completed is too little to learn from
-                expected = np.where(complete, rollouts.alive, self.gate.alive(prompts, rollouts))
-                begun = rollouts.prompts.begun if "begun" in rollouts.prompts else np.ones(len(ids))
-                self._see_unseen(ids[scored], self.group_size, expected[scored], 1.0 / begun[scored])
-            self.gate.see(prompts, rollouts, counts)
-            history, sizes = self.history(ids[complete]), rollouts.sizes[complete]
-            self.foresight.see(history, sizes, rollouts.alive[complete], counts=counts[complete])
-        scores, group = rollouts.scores, rollouts.group
-        counts = np.bincount(group[~np.isnan(scores)], minlength=len(ids))
-        stopped = np.zeros(len(ids), dtype=bool) if chances is None else chances == 0
-        self.remember(groups, group_mean(scores, group, len(ids)), counts, stopped)
-        return groups
 
-    def _see_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
+    def _learn_from_whole_groups(self, groups: Table, rollouts: Batch):
+        """Let the forecasts learn from a batch in which chance has left nothing out."""
+        scored = ~np.isnan(groups.pass_rates)
+        ids = groups.prompt_ids[scored]
+        size, alive = smallest_group_aliveness(rollouts)
+        self._fit_unseen(ids, size, alive[scored], np.ones(len(ids)))
+        self.foresight.fit(self.history(ids), size, alive[scored], learn=size > 1)
+
+    def _learn_from_gated_groups(self, groups: Table, rollouts: Batch, completion_probability: np.ndarray):
+        """Let the forecasts learn from groups that were completed; one that chance has completed represents 1 / probability groups."""
+        scored = ~np.isnan(groups.pass_rates)
+        complete = scored & (completion_probability > 0)
+        represents = np.divide(1.0, completion_probability, out=np.zeros(len(groups)), where=complete)
+        prompts = self.prompts(groups.prompt_ids)
+        if self.unseen is not None:  # what chance has completed is too little to learn from
+            alive = np.where(complete, rollouts.alive, self.threshold.alive(prompts, rollouts))
+            start = np.ones(len(groups))
+            if "start_probability" in rollouts.prompts:
+                start = rollouts.prompts.start_probability
+            self._fit_unseen(groups.prompt_ids[scored], self.group_size, alive[scored], 1.0 / start[scored])
+        self.threshold.fit(prompts, rollouts, represents)
+        history, sizes = self.history(groups.prompt_ids[complete]), rollouts.sizes[complete]
+        self.foresight.fit(history, sizes, rollouts.alive[complete], counts=represents[complete])
+
+    def _fit_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
         """
-        Show the forecasts of new prompts how likely it is by now that their groups of `size` completions are alive. Each prompt represents
-        `counts` prompts that might have been begun. Both of shape `(P,)`.
+        Let the forecasts of new prompts learn from the probability by now that groups of `size` completions are alive. Each prompt
+        represents `counts` prompts that might have been started. Both of shape `(P,)`.
         """
         if self.unseen is not None and size > 1:
             history = self.history(ids)
             new, base = history.visits == 0, self.foresight.alive(history, size)
-            self.unseen.see(ids[new], base[new], alive[new], counts[new])
+            self.unseen.fit(ids[new], base[new], alive[new], counts[new])
 
-    def remember(self, groups: Table, means: np.ndarray, counts: np.ndarray, stopped: np.ndarray):
-        """Enter scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
+    def store(self, groups: Table, means: np.ndarray, num_scored: np.ndarray, stopped: np.ndarray):
+        """Store scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
         if not self.recurring:
             self.batches += 1
             return
-        scored = np.flatnonzero(counts > 0)
-        groups, means, counts, stopped = groups.take(scored), means[scored], counts[scored], stopped[scored]
+        scored = np.flatnonzero(num_scored > 0)
+        groups, means, num_scored, stopped = groups.take(scored), means[scored], num_scored[scored], stopped[scored]
         rows = self._insert(groups.prompt_ids)
         records = self._table.take(rows)
-        seen = records["rollouts"].astype(np.int64)
-        first = np.where(stopped, np.nan, means)
-        records["first_pass_rate"] = np.where(_begun(records), records["first_pass_rate"], first)
+        earlier_rollouts = records["rollouts"].astype(np.int64)
+        first_rate = np.where(stopped, np.nan, means)
+        records["first_pass_rate"] = np.where(_has_completed_visit(records), records["first_pass_rate"], first_rate)
         # μ starts at p⁽⁰⁾, which λ·μ + (1 − λ)·p then leaves as it is
         average = np.where(groups.visits == 1, means, records["ema"].astype(np.float64))
         records["ema"] = self.ema_decay * average + (1.0 - self.ema_decay) * means
         records["energy"], records["visits"] = groups.energies, groups.visits
-        records["expected"] = remembered_mean(records["expected"], seen, means, counts, self.posterior_memory)
-        records["rollouts"] = np.minimum(seen + counts, _MAX_ROLLOUTS)
+        remembered = remembered_mean(records["expected"], earlier_rollouts, means, num_scored, self.posterior_memory)
+        records["expected"] = remembered
+        records["rollouts"] = np.minimum(earlier_rollouts + num_scored, _MAX_ROLLOUTS)
         records["last"], records["last_batch"], records["stopped"] = means, self.batches, stopped
         for name in _LOGPROBS:
             records[name] = np.clip(getattr(groups, name), -_MAX_FLOAT16, 0.0)
         records["streak"] = streak = _next_streak(records["streak"].astype(np.int64), groups, stopped)
-        if self.prune:
+        if self.prunes:
             # A pruned prompt that fails its re-check has no positive streak and is active again
             records["pruned"] = (streak > 0) & (records["pruned"] | (streak >= self.pruning_streak))
         self._table[rows] = records
         self.batches += 1
 
     def _insert(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Rows of distinct prompts; new ones are appended in the order given."""
+        """Return the rows of distinct prompts; new ones are appended in the order given."""
         rows, capacity = self.find(prompt_ids), len(self._table)
         new = rows < 0
         if new.any():
             rows[new] = self._index.add(prompt_ids[new])
             if len(self) > capacity:  # growing by more than 1/32 would take more than 64 bytes a prompt
-                room = max(len(self) - capacity, capacity // 32)
-                self._table = np.concatenate([self._table, np.zeros(room, dtype=_RECORD)])
+                more = max(len(self) - capacity, capacity // 32)
+                self._table = np.concatenate([self._table, np.zeros(more, dtype=_RECORD)])
             self._table["prompt_ids"][rows[new]] = prompt_ids[new]
         return rows
 
@@ -186,24 +207,24 @@ class PromptState:
         return self._records(prompt_ids)["pruned"]
 
     def mean_scores(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Remembered mean scores, not scaled; NaN for prompts without any."""
+        """Return remembered mean scores, not scaled; NaN for prompts without any."""
         records = self._records(prompt_ids)
         return np.where(records["rollouts"] > 0, records["expected"].astype(np.float64), np.nan)
 
     def history(self, prompt_ids: np.ndarray) -> History:
-        """What forecasts are made from."""
+        """Return what forecasts are made from."""
         record, memory = self._records(prompt_ids), self.posterior_memory
         rollouts = record["rollouts"].astype(np.int64)
         return History(
             pass_rates=posterior_mean(self._scaled(record["expected"]), rollouts, memory),
             strength=posterior_strength(rollouts, memory),
-            last=self._scaled(record["last"]),
+            last_mean=self._scaled(record["last"]),
             age=(self.batches - record["last_batch"]).astype(np.float64),
             **{name: record[name].astype(np.float64) for name in ("visits", "streak", "stopped", *_LOGPROBS)},
         )
 
     def prompts(self, prompt_ids: np.ndarray, drawn: Batch | None = None) -> Prompts:
-        """What is known before a batch, or once completions are `drawn`."""
+        """Return what is known before a batch, or once completions are `drawn`."""
         record, history = self._records(prompt_ids), self.history(prompt_ids)
         difficulty = anchor(self._scaled(record["first_pass_rate"]), self.difficulty_floor)
         alive, _ = self.alive(prompt_ids, history)
@@ -213,7 +234,7 @@ class PromptState:
             rollouts=record["rollouts"].astype(np.int64),
             pass_rates=history.pass_rates,
             strength=history.strength,
-            difficulty=np.where(_begun(record), difficulty, 1.0),
+            difficulty=np.where(_has_completed_visit(record), difficulty, 1.0),
             streak=record["streak"].astype(np.int64),
             alive=alive,
             pruned=record["pruned"],
@@ -221,15 +242,15 @@ class PromptState:
         if not len(prompts):
             return prompts
         if drawn is not None and drawn.num_rows:
-            prompts = prompts.with_columns(alive_given_first=self.gate.alive(prompts, drawn))
-        return prompts.with_columns(alive_needed=self.gate.needed(prompts))
+            prompts = prompts.with_columns(alive_given_first=self.threshold.alive(prompts, drawn))
+        return prompts.with_columns(alive_needed=self.threshold.needed(prompts))
 
     def alive(
         self, prompt_ids: np.ndarray, history: History | None = None, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """
-        Probability that a whole group of each prompt is alive; and, with `rng`, one drawn from what is believed of each prompt that was
-        never visited, so that doubt gets its turn. Both of shape `(P,)`.
+        Forecast the probability that a whole group of each prompt is alive. Return it, and with `rng` also a sample from the posterior of
+        each prompt that was never visited, so that uncertain prompts are tried. Both of shape `(P,)`.
         """
         history = self.history(prompt_ids) if history is None else history
         alive, new = self.foresight.alive(history, self.group_size), history.visits == 0
@@ -239,14 +260,14 @@ class PromptState:
         return alive, drawn
 
     def _records(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Copies of records, shape `(P,)`; zeros for prompts that were never visited."""
+        """Copy records, shape `(P,)`; zeros for prompts that were never visited."""
         rows = self.find(prompt_ids)
         records = self._table.take(np.maximum(rows, 0))
         records[rows < 0] = np.zeros((), dtype=_RECORD)
         return records
 
     def _scaled(self, means: np.ndarray) -> np.ndarray:
-        """Remembered means of scores as outcomes, float64."""
+        """Scale remembered means of scores to outcomes, float64."""
         return self.range.outcomes(means.astype(np.float64))
 
     def metrics(self) -> dict[str, float]:
@@ -255,12 +276,12 @@ class PromptState:
     # ---- Save ----
 
     def parts(self) -> dict[str, Any]:
-        """Itself and what it learns, by the name that each has in a checkpoint."""
-        known = {"prompts": self, "foresight": self.foresight.model, "gate": self.gate}
-        return known if self.unseen is None else known | {"unseen": self.unseen}
+        """Return itself and what it learns, by the name that each has in a checkpoint."""
+        parts = {"prompts": self, "foresight": self.foresight.model, "gate": self.threshold}
+        return parts if self.unseen is None else parts | {"unseen": self.unseen}
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the columns over the visited prompts, the range of scores, and the number of batches."""
+        """Copy the columns over the visited prompts, the range of scores, and the number of batches."""
         columns = {name: self[name].copy() for name in _COLUMNS}
         return columns | self.range.state_dict() | {"batches": np.array([self.batches])}
 
@@ -272,15 +293,15 @@ class PromptState:
         self._table = np.zeros(max(len(ids), len(self._table)), dtype=_RECORD)
         for name in _COLUMNS:
             self[name][:] = state[name]
-        if not self.prune:  # the run that saved it may have pruned
+        if not self.prunes:  # the run that saved it may have pruned
             self["pruned"][:] = False
 
 
-def first_completions(rollouts: Batch) -> tuple[int, np.ndarray]:
+def smallest_group_aliveness(rollouts: Batch) -> tuple[int, np.ndarray]:
     """
-    Size of the smallest group, and whether as many first completions of each group have a gradient; bool of shape `(P,)`.
+    Return the size of the smallest group, and whether as many first completions of each group have a gradient; bool of shape `(P,)`.
 
-    Foresight learns from these alone: an adaptive controller sizes groups by what it saw, so the size would tell the answer.
+    Foresight learns from these alone: an adaptive controller sizes groups by what it saw, so the size would give the answer away.
     """
     size = int(rollouts.sizes.min(initial=rollouts.num_rows))
     if (rollouts.sizes == size).all():
@@ -289,13 +310,13 @@ def first_completions(rollouts: Batch) -> tuple[int, np.ndarray]:
     return size, differ(rollouts.signals[first], rollouts.group[first], rollouts.num_groups)
 
 
-def _begun(records: np.ndarray) -> np.ndarray:
-    """Whether prompts have had a completed visit, shape `(n,)`, bool."""
+def _has_completed_visit(records: np.ndarray) -> np.ndarray:
+    """Return whether prompts have had a completed visit, shape `(n,)`, bool."""
     return (records["visits"] > 0) & ~np.isnan(records["first_pass_rate"])
 
 
 def _next_streak(streak: np.ndarray, groups: Table, stopped: np.ndarray) -> np.ndarray:
-    """Streak after a visit: extended if it came out like those before, else new. A stopped visit can only end a streak."""
+    """Return the streak after a visit: longer if the visit came out like those before, else new. A stopped visit can only end it."""
     visit = np.where(groups.solved, 1, np.where(groups.alive, 0, -1))
     longer = np.clip(streak + visit, -MAX_STREAK, MAX_STREAK)
     same = np.sign(streak) == visit

@@ -18,18 +18,21 @@ class Threshold:
     represents 1 / probability groups. Groups have `group_size` completions, G.
     """
 
-    RECENT = 16  # prompts by which a batch of fewer is judged as well
+    RECENT = 16  # earlier prompts that also count for a batch of fewer prompts
     WINDOW = 128  # prompts whose yield sets the threshold of the other completions
 
-    def __init__(self, group_size: int = 8, alone: bool = False):
-        self.group_size, self.alone = group_size, alone
+    def __init__(self, group_size: int = 8, independent: bool = False):
+        self.group_size, self.independent = group_size, independent
         self.model = OnlineRegression(_NUM_FEATURES)
         self._recent = np.zeros(4)  # decayed: prompts, live groups forecast, live groups seen, completions
         self._yield = np.zeros(2)  # decayed: live groups, completions
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """Probability that each whole group will be alive, by its first completion, shape `(P,)`; NaN without one."""
+        """
+        Forecast the probability that each whole group will be alive, by its first completion, shape `(P,)`; NaN without
+        one.
+        """
         known = drawn.sizes > 0
         chances = np.full(len(prompts), np.nan)
         if known.any():
@@ -39,11 +42,11 @@ class Threshold:
 
     def needed(self, prompts: Prompts) -> np.ndarray:
         """
-        Probability of being alive from which further completions of a group yield more live groups each than elsewhere, shape `(P,)`: its
-        first completion, or the remaining ones once `prompts.alive_given_first` is known.
+        Return the probability of being alive from which further completions of a group yield more live groups each than
+        elsewhere, shape `(P,)`: its first completion, or the remaining ones once `prompts.alive_given_first` is known.
 
         Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
-        live groups, so that all groups continue while none was alive. Where each goes on by itself (`alone`), further ones are worth
+        live groups, so that all groups continue while none was alive. Where each goes on by itself (`independent`), further ones are worth
         drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
         deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
         """
@@ -56,11 +59,11 @@ class Threshold:
             return np.full(len(prompts), to_begin)
         live, completions = self._yield
         best = max(live - live**0.5, 0.0) / max(completions, 1.0)
-        if not self.alone:
+        if not self.independent:
             best = best_yield(given_first[begun], others, *recent)
         return np.where(begun, others * best, to_begin)
 
-    def see(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
+    def fit(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
         """
         Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; each group
         represents `counts` groups, 0 if it was stopped.
@@ -78,7 +81,7 @@ class Threshold:
         self.model.learn(*examples, alive, counts)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last generation batch; empty without a gate."""
+        """Return metrics of the last generation batch; empty without a gate."""
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -91,8 +94,8 @@ class Threshold:
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
     """
-    Of prompts with completions, the log-odds of the earlier forecast, shape `(P,)`, and features of their first completions, `(P, F)`,
-    all between about −1 and 2. A missing outcome counts as 1/2.
+    Return, of prompts with completions, the log-odds of the earlier forecast, shape `(P,)`, and features of their first
+    completions, `(P, F)`, all between about −1 and 2. A missing outcome counts as 1/2.
     """
     rows, offset = drawn.first_rows, log_odds(prompts.alive)
     outcomes, logprobs = np.nan_to_num(drawn.outcomes[rows], nan=0.5), drawn.logprobs[rows]
@@ -114,7 +117,8 @@ def _kept(prompts: Prompts, window: int) -> float:
 
 def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
     """
-    The most live groups per completion that the best choice of groups to complete gives, for groups with one completion each.
+    Return the most live groups per completion that the best choice of groups to complete gives, for groups with one
+    completion each.
 
     Completing a group takes `cost` more completions. The k likeliest groups are completed, with the k that maximises
     (live + sum of their probabilities) / (completions + groups + k·cost); they are also the groups whose probability is at
@@ -128,8 +132,8 @@ def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: flo
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:
     """
-    Probability p of being alive from which a group is worth its first completion, if other completions yield r = `elsewhere`
-    live groups each.
+    Return the probability p of being alive from which a group is worth its first completion, if other completions yield
+    r = `elsewhere` live groups each.
 
     It is worth it only if E[max(q − r·(G − 1), 0)] ≥ r, with q the probability given the first completion and E[q] = p. The
     left side is at most p·(1 − r·(G − 1)).

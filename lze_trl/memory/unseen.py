@@ -1,4 +1,4 @@
-"""What a prompt itself says of its group before its first completion: its text, and columns of the data that the user names."""
+"""Forecasts from the prompt itself, before its first completion: from its text, and from columns of the data that the user names."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -22,7 +22,7 @@ _MOST = 3.0  # standard deviations
 
 
 def text_numbers(text: str) -> np.ndarray:
-    """Log length, and a random projection of the frequencies of the pieces of a text by the signs of their hashes: float64, `(33,)`."""
+    """Return a random projection of a text's pieces, by the signs of their hashes, and its log length: float64, `(33,)`."""
     data = np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(np.uint64)
     ends = data if len(data) <= 2 * _READ else np.concatenate([data[:_READ], data[-_READ:]])
     codes = [
@@ -36,7 +36,7 @@ def text_numbers(text: str) -> np.ndarray:
 
 
 def column_numbers(values: Sequence[tuple[str, Any]]) -> np.ndarray:
-    """One of some buckets for each column and its value: float64, `(32,)`."""
+    """Count the columns and their values in hash buckets: float64, `(32,)`."""
     buckets = [
         xxhash.xxh64_intdigest(f"{name}={value}".encode(errors="replace")) % _COLUMN_NUMBERS for name, value in values
     ]
@@ -44,7 +44,7 @@ def column_numbers(values: Sequence[tuple[str, Any]]) -> np.ndarray:
 
 
 def _mixed(codes: np.ndarray) -> np.ndarray:
-    """Hashes of numbers, uint64, by the finalizer of MurmurHash3."""
+    """Hash numbers, uint64, by the finalizer of MurmurHash3."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         codes = (codes ^ (codes >> np.uint64(33))) * np.uint64(factor)
     return codes ^ (codes >> np.uint64(33))
@@ -75,7 +75,7 @@ class Unseen:
         return np.concatenate([make() for name, make in parts.items() if self.features in (name, "all")])
 
     def _inputs(self, ids: np.ndarray) -> np.ndarray:
-        """Numbers of prompts, `(P, F)`."""
+        """Return the numbers of prompts, `(P, F)`."""
         missing = [i for i in ids.tolist() if i not in self._known]
         if len(self._known) + len(missing) > _KEPT:
             self._known, missing = {}, ids.tolist()
@@ -85,7 +85,7 @@ class Unseen:
         return np.stack([self._known[i] for i in ids.tolist()])
 
     def _examples(self, raw: np.ndarray) -> np.ndarray:
-        """Features of prompts, `(P, 1 + F)`: a constant, and their numbers, those of the text standardised."""
+        """Return features of prompts, `(P, 1 + F)`: a constant, and their numbers, standardised if they are of the text."""
         x = raw.copy()
         if self.features != "columns":
             of_text = slice(-_TEXT_NUMBERS - 1, None)
@@ -98,14 +98,17 @@ class Unseen:
     def alive(
         self, ids: np.ndarray, base: np.ndarray, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Probability that the group of each new prompt is alive, `base` where the model is not used; and, with `rng`, one drawn from its posterior."""
+        """
+        Forecast the probability that the group of each new prompt is alive, `base` where the model is not used; and,
+        with `rng`, one drawn from its posterior.
+        """
         if not self.model.better:
             return base, base
         x, offset = self._examples(self._inputs(ids)), log_odds(base)
         chances, _ = self.model.forecasts(offset, x)
         return chances, chances if rng is None else self.model.drawn(offset, x, rng)
 
-    def see(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray, counts: np.ndarray):
+    def fit(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray, counts: np.ndarray):
         """
         Score the forecasts of the new prompts of a batch, then learn from it: from how likely it is by now that their groups are `alive`,
         `(P,)`, 0 or 1 for a whole group. `base` is what was known of them without their numbers, and each scores as `counts` prompts.
@@ -125,7 +128,7 @@ class Unseen:
         self.model.learn(offset, np.tile(self._examples(raw), (2, 1)), true, shares)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last generation batch, over prompts that were never visited before."""
+        """Return metrics of the last generation batch, over prompts that were never visited before."""
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -139,7 +142,10 @@ class Unseen:
 
 
 def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
-    """Probability that a true example has a higher forecast than another one, ties counting half; each represents `counts`."""
+    """
+    Return the probability that a true example has a higher forecast than another one, ties counting half; each
+    represents `counts`.
+    """
     values, place = np.unique(forecasts, return_inverse=True)
     positives, negatives = (np.bincount(place, counts * some, len(values)) for some in (true, ~true))
     below = np.cumsum(negatives) - negatives / 2.0

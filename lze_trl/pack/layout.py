@@ -73,14 +73,14 @@ class Layout:
 
     def rows_of(self, process: int) -> np.ndarray:
         """
-        Chosen rows that a process computes, ascending, fillers included: every process has as many, so that all of them also
-        make the same number of forward passes for log-probabilities.
+        Return the chosen rows that a process computes, ascending, fillers included: every process has as many, so that
+        all of them also make the same number of forward passes for log-probabilities.
         """
         rows = [batch.rows[process] for batch in self.micro_batches]
         return np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The micro-batches as arrays."""
+        """Return the micro-batches as arrays."""
         state = {"steps": np.array(len(self.micro_steps)), "by_trl": np.array(self.by_trl)}
         for step, batch in enumerate(self.micro_steps):
             if batch is not None:
@@ -89,7 +89,7 @@ class Layout:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "Layout":
-        """The layout of a checkpoint."""
+        """Make the layout of a checkpoint."""
         steps = [section(state, str(step)) for step in range(int(state["steps"]))]
         return cls([MicroBatch(**step) if step else None for step in steps], bool(state["by_trl"]))
 
@@ -149,8 +149,8 @@ def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
 
 def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometry: Geometry) -> Layout:
     """
-    TRL's own micro-batches, for a batch of which nothing was dropped: micro-step, process, and position after TRL's shuffle
-    of each row on its process, all of shape `(B,)`.
+    Lay out TRL's own micro-batches, for a batch without dropped rows: micro-step, process, and position after
+    TRL's shuffle of each row on its process, all of shape `(B,)`.
     """
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
@@ -163,7 +163,7 @@ def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometr
 
 
 def _lay_out(chunk: np.ndarray, geometry: Geometry, micro_batches: Callable[[np.ndarray], list[MicroBatch]]) -> Layout:
-    """The micro-batches of the rows of each chunk, after its empty micro-steps."""
+    """Place the micro-batches of the rows of each chunk, after its empty micro-steps."""
     micro_steps: list[MicroBatch | None] = []
     for index in range(geometry.num_chunks):
         rows = np.flatnonzero(chunk == index)
@@ -196,7 +196,7 @@ def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = 
 def padding_efficiency(
     layout: Layout, prompt_tokens: np.ndarray, completion_tokens: np.ndarray, process: int
 ) -> tuple[int, int]:
-    """Real and computed tokens of a process's micro-batches: `(real, computed)`."""
+    """Count the real and the computed tokens of a process's micro-batches: `(real, computed)`."""
     real = computed = 0
     for batch in layout.micro_batches:
         rows, filler = batch.rows[process], batch.filler[process]

@@ -27,13 +27,13 @@ def micro_batch(
     trim: bool = True,
 ) -> dict[str, Any]:
     """
-    Inputs of a micro-step with rows: every tensor that the process holds of them, trimmed to the longest row unless `trim` is
-    off, and
+    Return the inputs of a micro-step with rows: every tensor that the process holds of them, trimmed to the longest row
+    unless `trim` is off, and
 
     - `lze_scale`: the factor of TRL's loss,
     - `lze_row_share`: the factor of terms that TRL averages over micro-batches,
     - `lze_weights` of shape `(R, 1)`: weights of the rows, if any differs from 1; the advantages are multiplied by them already,
-    - `lze_entropy_weights` of shape `(R, 1)`: those of the entropy bonus, if `lze_scale` is not enough,
+    - `lze_entropy_weights` of shape `(R, 1)`: weights of the entropy bonus, if `lze_scale` is not enough,
     - `lze_tokens` and `lze_rows`: tokens that the loss covers, and rows, of all processes.
     """
     step, chosen = batch.layout.micro_steps[slot], batch.rows
@@ -67,7 +67,8 @@ def micro_batch(
 
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """
-    One row of a micro-batch with weight 0: a micro-step that only takes part in the gradient synchronisation.
+    Return one row of a micro-batch with weight 0, for a micro-step that only takes part in the gradient
+    synchronisation.
 
     Needed if the synchronising micro-step of a window is empty, but an earlier one of the window was not.
     """
@@ -83,7 +84,7 @@ def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
 def widths(
     prompt_tokens: np.ndarray, completion_tokens: np.ndarray, pad_to_multiple_of: int | None
 ) -> tuple[int, int]:
-    """Padded width of the prompts and of the completions of some rows."""
+    """Return the padded width of the prompts and of the completions of some rows."""
     multiple = pad_to_multiple_of or 1
     prompt, completion = (
         -(-int(tokens.max()) // multiple) * multiple for tokens in (prompt_tokens, completion_tokens)
@@ -93,8 +94,8 @@ def widths(
 
 def rows_of(columns: dict[str, Any], places: np.ndarray) -> dict[str, Any]:
     """
-    Some rows of TRL's tensors: of each tensor with one entry a row, and of each list with the tensor of a row's images, or
-    their number.
+    Take some rows of TRL's tensors: of each tensor with one entry a row, and of each list with the tensor of a row's
+    images, or their number.
     """
     index = torch.as_tensor(places)
     taken: dict[str, Any] = {}
@@ -108,7 +109,7 @@ def rows_of(columns: dict[str, Any], places: np.ndarray) -> dict[str, Any]:
 
 
 def with_images_joined(columns: dict[str, Any]) -> dict[str, Any]:
-    """The images of all rows as models want them: one tensor, or none at all."""
+    """Join the images of all rows as models want them: one tensor, or none at all."""
     if any(columns.get("num_images", ())):
         return unsplit_pixel_values_by_grid(columns)
     return {name: values for name, values in columns.items() if not name.startswith(_OF_IMAGES)}
@@ -123,7 +124,7 @@ def trimmed(columns: dict[str, Any], middle: int, width: tuple[int, int]) -> dic
     begin = max(0, middle - prompt)
     shorter = {}
     for name, values in columns.items():
-        if isinstance(values, torch.Tensor) and values.ndim == 2:  # those of images have more dimensions, or are lists
+        if isinstance(values, torch.Tensor) and values.ndim == 2:  # images have more dimensions, or are lists
             if name in _OF_PROMPTS:
                 values = values[:, begin:]
             else:

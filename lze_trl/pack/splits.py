@@ -32,17 +32,17 @@ def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost
     """
     if fewest_runs(prompts, completions, capacity) > most:
         capacity *= _least_factor(lambda factor: fewest_runs(prompts, completions, capacity * factor) <= most)
-    tokens = _tokens(prompts, completions, capacity)
-    splits = _cheapest(tokens, cost)
+    tokens = _padded_tokens(prompts, completions, capacity)
+    splits = _cheapest_boundaries(tokens, cost)
     if len(splits) - 1 > most:
         cost = max(cost, 1.0)
-        cost *= _least_factor(lambda factor: len(_cheapest(tokens, cost * factor)) - 1 <= most)
-        splits = _cheapest(tokens, cost)
+        cost *= _least_factor(lambda factor: len(_cheapest_boundaries(tokens, cost * factor)) - 1 <= most)
+        splits = _cheapest_boundaries(tokens, cost)
     return splits
 
 
 def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> int:
-    """The fewest runs that hold the rank rows: every run takes as many as fit. See [`split`] for the arguments."""
+    """Count the fewest runs that hold the rank rows: every run takes as many as fit. See [`split`] for the arguments."""
     runs = count = prompt = completion = 0
     for next_prompt, next_completion in zip(prompts.tolist(), completions.tolist(), strict=True):
         count, prompt, completion = count + 1, max(prompt, next_prompt), max(completion, next_completion)
@@ -52,8 +52,11 @@ def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity
     return runs
 
 
-def _tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:
-    """Padded tokens on one process of the runs that start at each rank row: of one rank row, of two, … while they fit."""
+def _padded_tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:
+    """
+    Count the padded tokens on one process of the runs that start at each rank row: of one rank row, of two, … while
+    they fit.
+    """
     most_rows = int(min(len(prompts), max(1.0, capacity.tokens / max(1, prompts.min() + completions.min()))))
     tokens = []
     for start in range(len(prompts)):
@@ -65,8 +68,8 @@ def _tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) ->
     return tokens
 
 
-def _cheapest(tokens: list[np.ndarray], cost: float) -> list[int]:
-    """Boundaries of the runs with the smallest sum of tokens and costs, by dynamic programming from the end."""
+def _cheapest_boundaries(tokens: list[np.ndarray], cost: float) -> list[int]:
+    """Find the boundaries of the runs with the smallest sum of tokens and costs, by dynamic programming from the end."""
     total, stops = np.zeros(len(tokens) + 1), [0] * len(tokens)
     for start in range(len(tokens) - 1, -1, -1):
         sums = tokens[start] + total[start + 1 : start + 1 + len(tokens[start])]
@@ -79,7 +82,7 @@ def _cheapest(tokens: list[np.ndarray], cost: float) -> list[int]:
 
 
 def _least_factor(enough: Callable[[float], bool]) -> float:
-    """A factor, at most 2 % above the smallest one above 1, that is enough."""
+    """Find a factor that is enough, at most 2 % above the smallest such one above 1."""
     low, high = 1.0, _STRIDE
     while not enough(high):
         low, high = high, high * _STRIDE

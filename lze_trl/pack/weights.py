@@ -34,7 +34,7 @@ class Weights(Table):
 def weights_of_chosen(
     loss_tokens: np.ndarray, weights: np.ndarray, geometry: Geometry, rng: np.random.Generator
 ) -> Weights:
-    """Weights in a batch that is normalised by its chosen rows, spread evenly, and at random, over the chunks."""
+    """Return the weights in a batch that is normalised by its chosen rows, spread evenly, and at random, over the chunks."""
     chunk = _random_chunks(len(loss_tokens), geometry, rng)
     rows = np.bincount(chunk, weights=weights, minlength=geometry.num_chunks)
     tokens = np.bincount(chunk, weights=weights * loss_tokens, minlength=geometry.num_chunks)
@@ -51,8 +51,8 @@ def weights_of_part(
     weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
 ) -> Weights:
     """
-    Weights in a batch of which only a part was rolled out, and that is normalised as the full one: `full_rows` rows with
-    `mean_loss_tokens` each. The chosen rows are spread evenly, and at random, over the chunks.
+    Return the weights in a batch of which only a part was rolled out, and that is normalised as the full one:
+    `full_rows` rows with `mean_loss_tokens` each. The chosen rows are spread evenly, and at random, over the chunks.
     """
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
     return Weights(
@@ -79,7 +79,7 @@ def weights_of_full(
     geometry: Geometry,
 ) -> Weights:
     """
-    Weights in a batch that is normalised as TRL normalises the full batch.
+    Return the weights in a batch that is normalised as TRL normalises the full batch.
 
     Micro-step, process and loss tokens are those of all rows in TRL's own layout, shape `(B,)`; `chosen` are the indices of
     the chosen rows and `weights` what they stand for, shape `(n,)`.
@@ -101,7 +101,7 @@ def weights_of_full(
 
 def row_share(rows: np.ndarray, chosen: Table, geometry: Geometry) -> float:
     """
-    Factor of terms that TRL averages over the R rows of a micro-batch.
+    Return the factor of terms that TRL averages over the R rows of a micro-batch.
 
     TRL then divides by the A micro-steps of the window, and the processes average their gradients. With N = `norm_rows`
     and g, W as in [`Geometry`], a row weighs 1/(R·A·W) there, and has to weigh g/(A·N): the factor is R·W·g / N.
@@ -113,8 +113,9 @@ def loss_scale(
     loss_type: str, batch: MicroBatch, process: int, chosen: Table, geometry: Geometry
 ) -> tuple[float, np.ndarray | None]:
     """
-    Factor that turns TRL's loss of a micro-batch into the rows' share of the batch, see [`row_share`]; and weights of shape `(R,)`
-    of the rows' own losses, where they differ from 1. `chosen` are the columns of [`Weights`] and `loss_tokens`.
+    Return the factor that turns TRL's loss of a micro-batch into the rows' share of the batch, see [`row_share`]; and
+    weights of shape `(R,)` of the rows' own losses, where they differ from 1. `chosen` are the columns of [`Weights`]
+    and `loss_tokens`.
     """
     rows, filler = batch.rows[process], batch.filler[process]
     if filler.all():
@@ -135,8 +136,8 @@ def entropy_weights(
     batch: MicroBatch, process: int, scale: float, chosen: Table, geometry: Geometry
 ) -> np.ndarray | None:
     """
-    What the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`. `None` where `scale`, the
-    factor of the micro-batch's loss, makes the bonus right already.
+    Return what the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`. `None` where
+    `scale`, the factor of the micro-batch's loss, makes the bonus right already.
 
     TRL averages the bonus over the tokens of a micro-batch, whatever the loss type: it weighs as a `"bnpo"` loss does.
     """

@@ -25,8 +25,8 @@ class Window:
 
     def add(self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float]):
         """
-        Take what TRL has logged of a micro-batch out of `logged`. `weight` says of how many tokens or rows a metric is the mean;
-        `shares` says what the micro-batch weighs in losses, by the name of their metrics.
+        Take what TRL has logged of a micro-batch out of `logged`. `weight` returns how many tokens or rows a metric is the mean of;
+        `shares` is what the micro-batch weighs in losses, by the name of their metrics.
         """
         for name in [name for name in logged if name != "entropy_coef"]:  # that is of the optimizer step
             values = logged.pop(name)
@@ -38,9 +38,9 @@ class Window:
 
     def close(self) -> dict[str, list[float]]:
         """
-        What to log of the optimizer step at its end: what TRL has logged, if all micro-batches were TRL's own. Else its
-        losses, and entropy, KL and clip ratios as means over its tokens or rows, minima and maxima as those of its sequences:
-        micro-batches differ in size, so that TRL's mean over them would depend on the packing.
+        Return what to log of the optimizer step at its end: what TRL has logged, if all micro-batches were TRL's own.
+        Else its losses, and entropy, KL and clip ratios as means over its tokens or rows, minima and maxima as those of
+        its sequences: micro-batches differ in size, so that TRL's mean over them would depend on the packing.
         """
         if self.by_trl:
             return self._logged

@@ -30,8 +30,8 @@ class Plan:
     skipped: np.ndarray = field(default_factory=_NOTHING.copy)  # ids that the planner left out since the last batch
 
 
-class NoRows:
-    """The rows of a loader that only counts micro-steps, because ours is the order of the training set: as many, all empty."""
+class EmptyRows:
+    """Empty rows for a loader that only counts micro-steps, because the rows come from our order of the training set."""
 
     def __init__(self, count: int):
         self.count = count
@@ -48,18 +48,18 @@ class Passes:
     """
     Plans generation batches, one pass over the data after another.
 
-    The mode says what happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, by rank),
+    The mode decides what happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, by rank),
     `"skip"` (the batch is smaller), or `"none"` (no prompt is left out).
     """
 
     mode: str
-    by_prompt: bool  # whether groups may differ in size
+    variable_group_size: bool  # whether groups may differ in size
     dataset: Any  # a `Dataset` with distinct prompt ids, a stream (mode "none"), or rows to which prompts are added
     planner: Planner
     state: PromptState
     args: Any  # settings
     accelerator: Accelerator
-    by_loader: bool = False  # whether its rows are planned: those of a stream, or of a sampler of the user's own
+    by_loader: bool = False  # whether the data loader gives the rows: of a stream, or by a sampler of the user's own
 
     def __post_init__(self):
         args = self.args
@@ -67,9 +67,9 @@ class Passes:
         self.group_size = args.num_generations
         self.num_groups = args.generation_batch_size // args.num_generations
         self.streamed = isinstance(self.dataset, IterableDataset)
-        self.grows = not (self.streamed or isinstance(self.dataset, Dataset))
+        self.is_growing = not (self.streamed or isinstance(self.dataset, Dataset))
         self.stream: Any = None
-        if self.grows:
+        if self.is_growing:
             self.stream = GrowingStream(self.planner, self.state, args.seed, self.dataset, args.self_play["reuse"])
             return
         if self.streamed:
@@ -78,113 +78,125 @@ class Passes:
             self.stream = StreamedRows(rows, self.group_size, self.num_groups, repeats)
             return
         ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
-        kind = PromptStream if self.mode == "refill" else SamplerOrder
-        first = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset)
-        self.stream = kind(self.planner, self.state, ids, args.seed, first, args.shuffle_dataset, args.window)
+        stream_type = PromptStream if self.mode == "refill" else SamplerOrder
+        first_order = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset)
+        settings = args.seed, first_order, args.shuffle_dataset, args.window
+        self.stream = stream_type(self.planner, self.state, ids, *settings)
         if self.state.unseen is not None:
             self._columns = [name for name in args.report_by or () if name in self.dataset.column_names]
-            made = self.dataset.format["type"] == "custom"  # by a transform, perhaps of other columns
-            self._texts = self.dataset if made else self.dataset.select_columns(["prompt", *self._columns])
+            has_transform = self.dataset.format["type"] == "custom"  # which may need other columns
+            self._texts = self.dataset if has_transform else self.dataset.select_columns(["prompt", *self._columns])
             self.state.unseen.read_by(self._read)
 
     @property
     def missing(self) -> int:
         """Number of prompts to add to a growing training set for the next batch."""
         least = max(self.num_groups, self.args.self_play["stock"] or 0)
-        return max(0, least - len(self.stream)) if self.grows else 0
+        return max(0, least - len(self.stream)) if self.is_growing else 0
 
-    def training_begins(self) -> bool:
-        """A training begins. Returns whether it begins with the first pass again, as TRL's sampler does."""
-        again = isinstance(self.stream, (SamplerOrder, StreamedRows))
-        if again:
+    def restart(self) -> bool:
+        """Prepare another `train()`. Returns whether it begins with the first pass again, as TRL's sampler does."""
+        begins_again = isinstance(self.stream, (SamplerOrder, StreamedRows))
+        if begins_again:
             self.stream.restart()
-        return again
+        return begins_again
 
     def plan(self, inputs: list[dict[str, Any]]) -> Plan:
-        """Plan the next generation batch; `inputs` are this process's rows from the data loader, each prompt G times."""
-        if self.mode == "refill":
-            return self.further(self.num_groups)
-        if self.streamed:
-            prompt_ids = self._prompts_of(inputs)
-            self.stream.take(self.epoch, prompt_ids)
-            return Plan(self.num_groups, self.epoch, self._without_repeats(inputs, prompt_ids))
-        before = self.stream.pass_index
-        if self.by_loader:
-            pass_index, prompt_ids = self.epoch, self._prompts_of(inputs)
-            if self.mode == "none" and not self.by_prompt:
-                return Plan(self.num_groups, pass_index, inputs)
-            rows = self.stream.rows_of(prompt_ids)
-        else:
-            rows = self.stream.take(self.num_groups)
-            pass_index = self.stream.pass_index
-        active = np.arange(len(rows))
-        if self.mode == "skip":
-            if pass_index != before:
-                self.stream.begin(pass_index)
-            processes = 1 if self.by_prompt else self.accelerator.num_processes  # rounds share any number of rows
-            active = skip_plan(self.stream.keeps(self.ids_of(rows)), self.group_size, processes)
-        return self._of_rows(rows[active], pass_index, np.delete(self.ids_of(rows), active))
+        """
+        Plan the next generation batch; `inputs` are this process's rows from the data loader, each prompt G times.
 
-    def further(self, count: int, taken: np.ndarray | None = None) -> Plan:
-        """Plan the next `count` prompts of the stream, further ones for a batch that has the rows `taken`."""
-        before, skipped = self.stream.pass_index, _NOTHING
+        The data loader gives the rows of a stream, and of a sampler of the user's own; else they come from the order of the training set.
+        """
+        if self.mode == "refill":
+            return self.plan_next(self.num_groups)
+        if self.by_loader:
+            return self._plan_of_inputs(inputs, self._prompts_of(inputs))
+        pass_before = self.stream.pass_index
+        rows = self.stream.take(self.num_groups)
+        return self._plan_of_rows(rows, pass_before, self.stream.pass_index)
+
+    def _plan_of_inputs(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> Plan:
+        """Plan the rows of the data loader, whose groups have these prompts, `(P,)`."""
+        if self.streamed:
+            self.stream.take(self.epoch, prompt_ids)
+            return Plan(self.num_groups, self.epoch, self._with_distinct_ids(inputs, prompt_ids))
+        if self.mode == "none" and not self.variable_group_size:
+            return Plan(self.num_groups, self.epoch, inputs)
+        return self._plan_of_rows(self.stream.rows_of(prompt_ids), self.stream.pass_index, self.epoch)
+
+    def _plan_of_rows(self, rows: np.ndarray, pass_before: int, pass_index: int) -> Plan:
+        """Plan rows of a pass, in the mode `"skip"` without those that the planner leaves out. It is asked once a pass."""
+        if self.mode == "none":
+            return self._plan_with(rows, pass_index, _NOTHING)
+        if pass_index != pass_before:
+            self.stream.begin(pass_index)
+        # Several rounds share any number of rows over the processes
+        processes = 1 if self.variable_group_size else self.accelerator.num_processes
+        active = skip_plan(self.stream.keeps(self.ids_of(rows)), self.group_size, processes)
+        return self._plan_with(rows[active], pass_index, np.delete(self.ids_of(rows), active))
+
+    def plan_next(self, count: int, taken: np.ndarray | None = None) -> Plan:
+        """Plan the next `count` prompts of the stream; with `taken`, the rows that a batch has already, further ones for it."""
+        pass_before, left_out = self.stream.pass_index, _NOTHING
         rows = self.stream.take(count, taken)
         passed_over = self.ids_of(self.stream.passed_over)
-        if self.stream.pass_index != before:  # of those that the new pass leaves out, some may fill the batch
-            skipped = np.setdiff1d(self.stream.left_out, self.ids_of(rows), assume_unique=True)
-        return self._of_rows(rows, self.stream.pass_index, np.concatenate([skipped, passed_over]))
+        if self.stream.pass_index != pass_before:  # some prompts that the new pass leaves out may fill the batch
+            left_out = np.setdiff1d(self.stream.left_out, self.ids_of(rows), assume_unique=True)
+        return self._plan_with(rows, self.stream.pass_index, np.concatenate([left_out, passed_over]))
+
+    def _plan_with(self, rows: np.ndarray, pass_index: int, skipped: np.ndarray) -> Plan:
+        """Return the plan that rolls out these rows, loaded unless groups may differ in size."""
+        if self.variable_group_size:
+            return Plan(len(rows), pass_index, rows=rows, skipped=skipped)
+        inputs = self.load_local_share(np.repeat(rows, self.group_size)) if len(rows) else []
+        return Plan(len(rows), pass_index, inputs, skipped=skipped)
 
     def _read(self, prompt_ids: np.ndarray) -> list[tuple[str, list[tuple[str, Any]]]]:
-        """The texts of prompts, and for each the names and values of the columns that the user names."""
+        """Read the texts of prompts, and for each the names and values of the columns in `report_by`."""
         read = self._texts.__getitems__(self.stream.rows_of(prompt_ids).tolist())
         return [(text_of(row["prompt"]), [(name, row[name]) for name in self._columns]) for row in read]
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
-        """Prompt ids of dataset rows."""
+        """Return the prompt ids of dataset rows."""
         return self.stream.prompt_ids[rows]
 
     def owners(self, count: int) -> np.ndarray:
-        """Process of each of `count` rows, or groups, shape `(count,)`: even shares, of which the first may have one more."""
+        """Share `count` rows, or groups, evenly: the process of each, shape `(count,)`. The first processes may have one more."""
         processes = self.accelerator.num_processes
         return np.repeat(np.arange(processes), [len(share) for share in np.array_split(np.empty(count), processes)])
 
-    def local(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
+    def load_local_share(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
         """
-        The dataset rows of this process, loaded: as many on every process, of whose last ones some may be surplus rows. `owner`, of shape
-        `(n,)` and ascending, is the process of each row, by default even shares.
+        Load the dataset rows of this process. Every process gets as many; the last ones may be surplus rows. `owner`, of shape `(n,)`
+        and ascending, is the process of each row, by default even shares.
         """
         owner = self.owners(len(rows)) if owner is None else owner
         own = rows[owner == self.accelerator.process_index]
         return self.load(np.append(own, np.repeat(rows[-1:], np.bincount(owner).max() - len(own))))
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
+        """Load dataset rows, each as a dictionary of its own."""
         distinct, place = np.unique(rows, return_inverse=True)
         loaded = self.dataset.__getitems__(distinct.tolist())
         return [dict(loaded[i]) for i in place]
 
-    def _of_rows(self, rows: np.ndarray, pass_index: int, skipped: np.ndarray) -> Plan:
-        if self.by_prompt:
-            return Plan(len(rows), pass_index, rows=rows, skipped=skipped)
-        inputs = self.local(np.repeat(rows, self.group_size)) if len(rows) else []
-        return Plan(len(rows), pass_index, inputs, skipped=skipped)
-
-    def _without_repeats(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
-        """Rows of a stream. A prompt that the batch repeats gets another id, since state belongs to one group."""
-        apart = np.repeat(distinct_ids(prompt_ids), self.group_size)
+    def _with_distinct_ids(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
+        """Give a prompt that the batch repeats another id, since state belongs to one group."""
+        ids = np.repeat(distinct_ids(prompt_ids), self.group_size)
         first = self.accelerator.process_index * len(inputs)
-        return [{**row, ID_COLUMN: int(apart[first + place])} for place, row in enumerate(inputs)]
+        return [{**row, ID_COLUMN: int(ids[first + place])} for place, row in enumerate(inputs)]
 
     def _prompts_of(self, inputs: list[dict[str, Any]]) -> np.ndarray:
-        """Prompt of each group of the whole batch, shape `(P,)`, from the rows that the data loader has given each process."""
-        ids = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
-        everyone = self.accelerator.gather(ids).cpu().numpy()
-        group = np.arange(len(everyone)) // self.group_size
-        return prompts_of_groups(everyone, group, int(group[-1]) + 1)
+        """Return the prompt of each group of the whole batch, shape `(P,)`, from the rows that the data loader gave each process."""
+        own_ids = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
+        ids = self.accelerator.gather(own_ids).cpu().numpy()
+        group = np.arange(len(ids)) // self.group_size
+        return prompts_of_groups(ids, group, int(group[-1]) + 1)
 
 
 def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndarray:
     """
-    Ascending positions of the prompts of a batch that are rolled out in the mode `"skip"`.
+    Return the ascending positions of the prompts of a batch that are rolled out in the mode `"skip"`.
 
     All processes must roll out the same number of completions. Where the prompts that the pass `keeps`, shape `(P,)`, do not
     divide evenly, the first of the others are re-checked early.

@@ -24,8 +24,8 @@ class Planner(ABC):
     @abstractmethod
     def rank(self, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
         """
-        Numbers of shape `(P,)`, at the beginning of each pass: the higher, the sooner in the pass; prompts of one rank keep the
-        order of the shuffled data. −inf leaves a prompt out of the pass.
+        Return numbers of shape `(P,)`, at the beginning of each pass: the higher, the sooner in the pass; prompts of
+        one rank keep the order of the shuffled data. −inf leaves a prompt out of the pass.
 
         `prompts` are those of the training set that were visited before, by ascending id; all others have rank 0. `rng` gives
         the same numbers on every process.
@@ -35,14 +35,14 @@ class Planner(ABC):
         """Learn from the scored groups of a generation batch."""
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Arrays to save in a checkpoint."""
+        """Return arrays to save in a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):  # noqa: B027
         """Continue from a checkpoint."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log with each generation batch, under `lze/`."""
+        """Return numbers to log with each generation batch, under `lze/`."""
         return {}
 
 
@@ -65,8 +65,9 @@ class SolvedPlanner(Planner):
 
 def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.ndarray:
     """
-    GRESO's probability of leaving out a prompt, 1 − max(p^|z|, 0.01), shape `(n,)`, with z the streak of `Prompts` and p that of
-    solved (easy) or hopeless (hard) prompts. By the lower bound of the published code, no prompt is lost for good.
+    Return GRESO's probability of leaving out a prompt, 1 − max(p^|z|, 0.01), shape `(n,)`, with z the streak of
+    `Prompts` and p that of solved (easy) or hopeless (hard) prompts. By the lower bound of the published code, no
+    prompt is lost for good.
     """
     exploration = np.where(streaks > 0, p_easy, p_hard)
     return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), 0.01)
@@ -116,8 +117,8 @@ class GresoPlanner(Planner):
         self._first_pass = bool(state["first_pass"][0])
 
 
-def ask_rank(planner: Planner, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
-    """`planner.rank`, checked: a number per prompt, float64 of shape `(P,)`."""
+def checked_ranks(planner: Planner, pass_index: int, prompts: Prompts, rng: np.random.Generator) -> np.ndarray:
+    """Call `planner.rank` and check its answer: a number per prompt, float64 of shape `(P,)`."""
     ranks = np.asarray(planner.rank(pass_index, prompts, rng))
     if ranks.shape != (len(prompts),) or ranks.dtype.kind not in "fiu" or np.isnan(ranks).any():
         raise ValueError(

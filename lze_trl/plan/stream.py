@@ -17,7 +17,7 @@ from ..memory.index import RowIndex
 from ..memory.state import PromptState
 from ..memory.threshold import needed_to_begin
 from ..seeding import keyed_rng
-from .planners import Planner, ask_rank
+from .planners import Planner, checked_ranks
 
 
 logger = logging.getLogger(__name__)
@@ -69,18 +69,18 @@ class PromptStream:
         """Begin a pass. Returns the rank of each row of the training set, shape `(N,)`; −inf if it is left out."""
         known = np.intersect1d(self.state["prompt_ids"], self.prompt_ids, assume_unique=True)
         rng = keyed_rng(self.seed, pass_index, self.planner.purpose)
-        answer = ask_rank(self.planner, pass_index, self.state.prompts(known), rng)
+        answer = checked_ranks(self.planner, pass_index, self.state.prompts(known), rng)
         self.pass_index, self.left_out = pass_index, known[answer == -np.inf]
         ranks = np.zeros(len(self.prompt_ids))
         ranks[self.rows_of(known)] = answer
         return ranks
 
     def keeps(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Whether the pass rolls out each prompt, shape `(n,)`, bool."""
+        """Return whether the pass rolls out each prompt, shape `(n,)`, bool."""
         return ~np.isin(prompt_ids, self.left_out)
 
     def rows_of(self, prompt_ids: np.ndarray) -> np.ndarray:
-        """Rows of prompts in the training set, shape `(n,)`."""
+        """Return the rows of prompts in the training set, shape `(n,)`."""
         rows = self._index.find(prompt_ids)
         missing = rows < 0
         if missing.any():
@@ -93,19 +93,19 @@ class PromptStream:
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """
-        The next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further ones,
-        fewer where no active prompt is left.
+        Take the next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further
+        ones, fewer where no active prompt is left.
         """
         held, self.passed_over = _NO_ROWS if taken is None else taken, _NO_ROWS
-        batch = self._next(count, held)
+        batch = self._take_from_queue(count, held)
         # If rows are left in the queue, the batch holds them, so it has taken the whole pass
         if len(batch) < count and len(self._queue) == 0:
-            self._begin_next()
-            batch = np.concatenate([batch, self._next(count - len(batch), np.concatenate([held, batch]))])
-        return batch if len(batch) == count or taken is not None else self._fill(batch, count)
+            self._begin_next_pass()
+            batch = np.concatenate([batch, self._take_from_queue(count - len(batch), np.concatenate([held, batch]))])
+        return batch if len(batch) == count or taken is not None else self._fill_up(batch, count)
 
-    def _next(self, count: int, held: np.ndarray) -> np.ndarray:
-        """At most `count` rows of the queue that a batch does not hold. Those that it holds move to the end."""
+    def _take_from_queue(self, count: int, held: np.ndarray) -> np.ndarray:
+        """Take at most `count` rows of the queue that a batch does not hold. Rows that it holds move to the end."""
         if self.window > 1 and count:
             self._bring_forward(count)
         if len(held) == 0:  # the usual case costs O(count)
@@ -136,7 +136,7 @@ class PromptStream:
                 rechecked = rng.random(len(self._queue)) < _RECHECKED
                 self._queue, self.passed_over = self._queue[rechecked], self._queue[~rechecked]
 
-    def _begin_next(self):
+    def _begin_next_pass(self):
         index = self.pass_index + 1
         ranks = self.begin(index)
         rows = self.first_order
@@ -147,7 +147,7 @@ class PromptStream:
         self._queue = rows[np.argsort(-ranks[rows], kind="stable")]
         self._ranked = np.array([len(rows), 0.0, 0.0, 0.0])
 
-    def _fill(self, batch: np.ndarray, count: int) -> np.ndarray:
+    def _fill_up(self, batch: np.ndarray, count: int) -> np.ndarray:
         """Fill a batch that is larger than the pass with prompts that the pass leaves out."""
         if not self._warned:
             logger.warning(
@@ -161,7 +161,7 @@ class PromptStream:
         return np.concatenate([batch, extra[: count - len(batch)]])
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The pass, the prompts left of it, and the planner's state."""
+        """Return the pass, the prompts left of it, and the planner's state."""
         own = {
             "pass_index": np.array([self.pass_index], dtype=np.int64),
             "left_out": self.left_out.copy(),
@@ -181,7 +181,7 @@ class PromptStream:
 
 
 def sampler_order(size: int, seed: int, pass_index: int, shuffle: bool) -> np.ndarray:
-    """Rows of a pass in the order of TRL's sampler, shape `(N,)`: the n-th permutation that its generator draws."""
+    """Return the rows of a pass in the order of TRL's sampler, shape `(N,)`: the n-th permutation that its generator draws."""
     order, generator = torch.arange(size), torch.Generator().manual_seed(seed)
     for _ in range(pass_index + 1 if shuffle else 0):
         order = torch.randperm(size, generator=generator)
@@ -196,11 +196,11 @@ class SamplerOrder(PromptStream):
         self.pass_index, self._queue = -1, _NO_ROWS
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
-        """The next `count` rows."""
+        """Take the next `count` rows."""
         if len(self._queue) < count:
             self.pass_index += 1
             self._queue = sampler_order(len(self.prompt_ids), self.seed, self.pass_index, self.shuffle)
-        return self._next(count, _NO_ROWS)
+        return self._take_from_queue(count, _NO_ROWS)
 
 
 class GrowingStream(PromptStream):
@@ -216,7 +216,7 @@ class GrowingStream(PromptStream):
         self._left = _NO_ROWS  # visits left of each row
 
     def __len__(self) -> int:
-        """Prompts with visits left."""
+        """Return the number of prompts with visits left."""
         return len(self._queue)
 
     def extend(self):
@@ -226,8 +226,8 @@ class GrowingStream(PromptStream):
         self._queue = np.concatenate([rows, self._queue])
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
-        """At most `count` further rows."""
-        batch = self._next(count, _NO_ROWS if taken is None else taken)
+        """Take at most `count` further rows."""
+        batch = self._take_from_queue(count, _NO_ROWS if taken is None else taken)
         self._left[batch] -= 1
         self._queue = np.concatenate([self._queue, batch[self._left[batch] > 0]])
         return batch
@@ -282,7 +282,7 @@ class StreamedRows(IterableDataset):
             yield from made
 
     def take(self, pass_index: int, prompt_ids: np.ndarray):
-        """A batch of the next rows, with these ids, is rolled out."""
+        """Note that a batch of the next rows, with these ids, is rolled out."""
         self.taken = len(prompt_ids) + (self.taken if pass_index == self.pass_index else 0)
         self.pass_index, self.last_id = pass_index, int(prompt_ids[-1])
 

@@ -34,7 +34,7 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
     groups, args, state = store.read_groups(folder), trainer.args, copy.deepcopy(trainer.prompt_state)
     batch, per_batch = batch_of(groups, copy.deepcopy(state)), args.generation_batch_size // args.num_generations
     remember(batch, state, per_batch)
-    parts = {"prompts": state, "foresight": state.foresight.model, "gate": state.gate}
+    parts = {"prompts": state, "foresight": state.foresight.model, "gate": state.threshold}
     checkpoint.save(folder, checkpoint.STATE_NAME, parts, {"global_step": 0})
     sample, own = groups_of(batch, per_batch), batch.take(places(batch.group) < batch.sizes.min())
     found, results = forecast(groups_of(own, per_batch)), results_of(batch, sample.causes)
@@ -67,7 +67,7 @@ def batch_of(groups: list[dict[str, Any]], state: PromptState) -> Batch:
     """All groups as one batch, with outcomes by the range of all scores."""
     columns = {name: np.concatenate([np.array(one[name], dtype=np.float64) for one in groups]) for name in NUMBERS}
     columns |= {name: columns[name].astype(np.int64) for name in NUMBERS[-3:]}
-    state.observe(columns["scores"])
+    state.update_range(columns["scores"])
     group = np.repeat(np.arange(len(groups)), [len(one["scores"]) for one in groups])
     ids = np.array([one["prompt_id"] for one in groups], dtype=np.int64)
     return Batch.of(ids, group, state.range.outcomes(columns["scores"]), **columns)
@@ -84,14 +84,14 @@ def remember(batch: Batch, state: PromptState, per_batch: int):
     for start in range(0, batch.num_groups, per_batch):
         rows = slice(*np.searchsorted(batch.group, (start, start + per_batch)))
         own: dict[str, Any] = {name: column[rows] for name, column in vars(batch.rows).items()}
-        state.observe(own["scores"])
+        state.update_range(own["scores"])
         own |= {"group": own["group"] - start, "outcomes": state.range.outcomes(own["scores"])}
         part = Batch.of(batch.prompt_ids[start : start + per_batch], **own)
         # A gate learns from groups of the size of the training, each of which was drawn for certain
         scored = np.bincount(part.group, ~np.isnan(part.scores), minlength=part.num_groups) > 0
         first = part.take(places(part.group) < state.group_size)
-        state.gate.see(state.prompts(part.prompt_ids), first, scored.astype(np.float64))
-        state.visit(part)
+        state.threshold.fit(state.prompts(part.prompt_ids), first, scored.astype(np.float64))
+        state.score_and_store(part)
 
 
 def results_of(batch: Batch, why: np.ndarray) -> pd.DataFrame:

@@ -103,7 +103,7 @@ def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int)
     bar = tqdm(None, "Profile", count, initial=count - len(left), unit=" prompts", disable=args.disable_tqdm or None)
     with bar, trainer.rehearsal(**own) as view, trainer.accelerator.autocast():
         rounds, engine = view.generation_step.rounds, Engine(view)
-        rounds.controller, rounds.passes.by_prompt = looks, True
+        rounds.controller, rounds.passes.variable_group_size = looks, True
         for place in range(0, len(left), at_once):
             rows, start = left[place : place + at_once], time.monotonic()
             # Keyed by its first prompt: a batch has the same completions however often a profile was ended before

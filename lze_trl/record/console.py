@@ -167,8 +167,6 @@ def summary_lines(savings: dict[str, float], held_out: dict[str, dict[str, float
         f"{label}: {savings[f'groups_{name}']:,.0f} groups, {savings[f'rows_{name}']:,.0f} completions"
         for label, name in (("Rolled out", "rolled_out"), ("Trained on", "trained"))
     ]
-    if surplus := savings.get("rows_evened_out"):
-        lines.append(f"Drawn besides to even out the processes, and not used: {surplus:,.0f} completions")
     sampled = []
     for name, values in held_out.items():
         shown = [f"{value:.3f} {when} the training" for when, value in values.items() if value is not None]

@@ -69,7 +69,6 @@ class Ledger:
     iterations: int = 1  # over a generation batch
     plain_rows: int = 0  # `generation_batch_size` a batch
     plain_tokens: float = 0.0  # as `add` estimates them
-    rows_evened_out: int = 0  # surplus completions, drawn because processes draw equal numbers, and used for nothing
     rows_given_up: int = 0  # completions that were begun for a batch that no update followed
     skipped_updates: int = 0  # optimizer steps in which nothing was worth a gradient
     rollout_seconds: float = 0.0  # generation and reward functions
@@ -97,7 +96,7 @@ class Ledger:
         """
         Add a generation batch: what was `drawn` and scored, and the `chosen` rows, which are trained on; nothing where pruning left
         nothing. Plain GRPO draws as many completions of every prompt, so its `plain_rows` are taken to be as long as the mean of the
-        groups' mean lengths, in a batch without groups as long as those of the run so far. Surplus rows cost their tokens.
+        groups' mean lengths, in a batch without groups as long as those of the run so far.
         """
         row_tokens = self.plain_tokens / max(self.plain_rows, 1)
         if drawn is not None and chosen is not None:
@@ -109,9 +108,7 @@ class Ledger:
             self.groups_dead += int((~drawn.alive).sum())
             self.rows_rolled_out += drawn.num_rows
             self.rows_trained += len(chosen)
-            surplus_rows, surplus_tokens = drawn.facts.get("evened_out", (0, 0))
-            self.rows_evened_out += int(surplus_rows)
-            self.rollout_tokens += int(tokens.sum() + surplus_tokens)
+            self.rollout_tokens += int(tokens.sum())
             self.update_tokens += chosen_tokens * self.iterations
             self.logprob_tokens += chosen_tokens * self.logprob_passes
         self.plain_rows += plain_rows

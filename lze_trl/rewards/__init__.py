@@ -13,13 +13,16 @@ from .majority import MajorityReward
 __all__ = ["REWARDS", "MajorityReward", "RewardFunction", "accuracy_reward", "exact_match_reward", "get_reward"]
 __all__ += ["reasoning_gym_reward"]
 
-REWARDS: dict[str, RewardFunction] = {"accuracy": accuracy_reward, "exact_match": exact_match_reward}
-REWARDS[COLUMN] = reasoning_gym_reward
+REWARDS: dict[str, RewardFunction] = {
+    "accuracy": accuracy_reward,
+    "exact_match": exact_match_reward,
+    COLUMN: reasoning_gym_reward,
+}
 
 
 def get_reward(name: str, max_completion_length: int | None = None, majority: dict[str, Any] | None = None) -> Any:
     """
-    Reward function, or group reward, by name: a key of `REWARDS`, `"soft_overlong"`, `"majority"`, or the import path of your own.
+    Return a reward function, or group reward, by name: a key of `REWARDS`, `"soft_overlong"`, `"majority"`, or an import path.
 
     `"soft_overlong"` is DAPO's penalty for length, by TRL (arXiv 2503.14476, Eq. 13): 0 up to four fifths of `max_completion_length`,
     then falling linearly to −1 at it. `majority` are arguments of [`MajorityReward`]. A name that is not known raises a `ValueError`.

@@ -1,8 +1,8 @@
 """
-Reward functions: a score for each completion, or `None` where there is none.
+Reward functions: each returns a score for each completion, or `None` where there is none.
 
-All of them take `completions`, plain (`list[str]`) or conversational (`list[list[dict]]`), and the columns of the dataset as
-keywords, of which those that compare answers use `solution`.
+They take `completions`, plain (`list[str]`) or conversational (`list[list[dict]]`), and the columns of the dataset as keywords.
+Functions that compare answers read the column `solution`.
 """
 
 import logging
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from .grading import Answer, equal, gold_texts, last_boxed, read_answer, read_gold, thinking_prefix
-from .limit import GradingTimeout, budget, in_main_thread, in_time
+from .grading import Answer, answers_equal, gold_texts, last_boxed, read_answer, read_gold, thinking_prefix
+from .timeouts import GradingTimeout, budget, in_main_thread, run_with_timeout
 
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _PLACEHOLDER = re.compile(
 )
 
 cases: Counter[str] = Counter()
-"""How often a warning applied so far."""
+"""How often each warning has applied so far."""
 
 
 def warn_of(message: str, example: Any):
@@ -53,7 +53,7 @@ def warn_of(message: str, example: Any):
 
 
 class Grade(NamedTuple):
-    """What comparing a completion with a gold answer gives."""
+    """The result of comparing a completion with a gold answer."""
 
     score: float | None  # accuracy, None if it cannot be known
     answer: str = ""  # what was read
@@ -61,40 +61,41 @@ class Grade(NamedTuple):
 
 
 def completion_text(completion: Completion) -> str:
-    """Text of a completion; of a conversation, that of its last message."""
+    """Return the text of a completion; of a conversation, the text of the last message."""
     if isinstance(completion, str):
         return completion
     return content_text(completion[-1]["content"]) if completion else ""
 
 
 def content_text(content: Any) -> str:
-    """Text of the content of a message, which may be in blocks."""
+    """Return the text of the content of a message, which may be in blocks."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content if isinstance(part, dict) and part.get("type") == "text")
     return content or ""
 
 
 def is_placeholder(gold: str) -> bool:
-    """Whether a gold answer only stands where one should be, such as "see figure", "Proof." or "???": no completion can equal it."""
+    """Return whether a gold answer is none, such as "see figure", "Proof." or "???": no completion can equal it."""
     return _PLACEHOLDER.fullmatch(gold) is not None
 
 
 def answer_texts(completions: Sequence[Completion], given: dict[str, Any]) -> list[str]:
     """
-    Texts of completions, each after the mark with which its prompt begins the thinking. Of what else is `given` to a reward, the column
-    `thinking_prefix` says so, with which [`LZEGRPOTrainer`] tells what the chat template adds; without it, the prompts do.
+    Return the texts of completions, each after the mark with which its prompt begins the thinking. `given` are the other arguments of
+    the reward. [`LZEGRPOTrainer`] adds the column `thinking_prefix`, which includes what the chat template adds; without the column,
+    the prompts are searched.
     """
     texts = [completion_text(completion) for completion in completions]
     prefixes = given.get("thinking_prefix")
     if prefixes is None:
-        prefixes = [thinking_prefix(_begun(prompt)) for prompt in given.get("prompts") or [""] * len(texts)]
+        prefixes = [thinking_prefix(_continued_text(prompt)) for prompt in given.get("prompts") or [""] * len(texts)]
     return [prefix + text for prefix, text in zip(prefixes, texts, strict=True)]
 
 
-def _begun(prompt: Completion) -> str:
-    """What a completion goes on with, as far as the prompt shows it: a text, or the message of an assistant."""
-    begun = isinstance(prompt, str) or (prompt[-1:] and prompt[-1]["role"] == "assistant")
-    return completion_text(prompt) if begun else ""
+def _continued_text(prompt: Completion) -> str:
+    """Return the text that a completion continues: a plain prompt, or a last message of the assistant."""
+    continues = isinstance(prompt, str) or (prompt[-1:] and prompt[-1]["role"] == "assistant")
+    return completion_text(prompt) if continues else ""
 
 
 def accuracy_reward(
@@ -105,19 +106,20 @@ def accuracy_reward(
     **kwargs,
 ) -> list[float | None]:
     r"""
-    Reward function that checks whether a completion's answer equals the gold answer, by math-verify.
+    Check whether a completion's answer equals the gold answer, by math-verify.
 
     Differs from [`~trl.rewards.accuracy_reward`]: a bare gold answer such as `2^{10}`, `1,2` or `(0,5)` is taken as a whole, where
     TRL reads it as prose (2, 1.2 and no answer). Plain completions are taken too, and numbers that are not in LaTeX.
 
     Gold answers (`solution`) are text in LaTeX or plain, worked solutions that box, mark (`####`) or announce the answer, or
-    numbers; a list of them where any of several is right; `None` for a prompt without one. TRL's `log_extra` receives the answers that were read, its `log_metric`
-    `accuracy/unscorable`: the share of completions without a score, of those whose prompt has a gold answer.
+    numbers; a list of them where any of several is right; `None` for a prompt without one. TRL's `log_extra` receives the answers
+    that were read, its `log_metric` `accuracy/unscorable`: the share of completions without a score, of all whose prompt has a gold
+    answer.
 
-    What is left, wrong answers first: a number is right whatever is counted (5 pears for 5 apples, 5 cents for 5), unless the gold
-    answer names another unit of that kind; so is the letter of an option whatever stands behind it, 20 for `20\%`, 52 for `52_8`,
-    `5\approx6` for 5, `f'` for `f`, "net" for "ten", and a box that a later sentence takes back. Numbers in words, other units
-    (60 minutes for an hour), what needs a positive unknown (`\sqrt{1/n}` for `1/\sqrt{n}`) and `\lor` are not right.
+    Known errors: 5 pears are right for 5 apples, and a bare 5 for 5 cents: only different units of one kind are wrong. Right are the
+    letter of an option whatever stands behind it, 20 for `20\%`, 52 for `52_8`, `5\approx6` for 5, `f'` for `f`, "net" for "ten",
+    and a box that a later sentence takes back. Wrong, although they are right, are numbers in words, other units (60 minutes for an
+    hour), what needs a positive unknown (`\sqrt{1/n}` for `1/\sqrt{n}`) and `\lor`.
 
     Returns:
         `list[float | None]`: 1.0 if the answers are equal and 0.0 if not, or if there is no answer. `None` if there is no gold
@@ -144,41 +146,41 @@ def accuracy_reward(
 
 
 def grade(completion: str, gold: Any) -> Grade:
-    """Compare the answer of a completion with a gold answer, or a list of them. Counts what cannot be read, or not in time."""
+    """Compare the answer of a completion with a gold answer, or a list of them. Counts what cannot be read, or takes too long."""
     golds = gold_texts(gold)
     if any(map(is_placeholder, golds)):
         warn_of(PLACEHOLDER_GOLD, gold)
     try:
-        found = _graded(completion, golds) if golds else None
+        fields = _graded(completion, golds) if golds else None
     except GradingTimeout:
         shown = last_boxed(completion) or completion.strip()[-100:]
         warn_of(SLOW_ANSWER, shown)
         return Grade(None, shown, True)
-    if found is None and gold is not None:
+    if fields is None and gold is not None:
         warn_of(UNREADABLE_GOLD, gold)
-    return Grade(None) if found is None else Grade(*found)
+    return Grade(None) if fields is None else Grade(*fields)
 
 
 @in_main_thread
 def _graded(completion: str, golds: list[str]) -> Grade | None:
-    """The grade of a completion, or nothing if no gold answer can be read."""
+    """Return the grade of a completion, or `None` if no gold answer can be read. Another thread gets its fields as a list."""
     answers = [answer for answer in map(read_gold, golds) if answer is not None]
-    return in_time(_compared, answers, completion) if answers else None
+    return run_with_timeout(_compared, answers, completion) if answers else None
 
 
 def _compared(golds: list[Answer], completion: str) -> Grade:
     answer = read_answer(completion)
     if answer is None:
         return Grade(0.0, "", True)
-    return Grade(float(any(equal(gold, answer) for gold in golds)), answer.text, True)
+    return Grade(float(any(answers_equal(gold, answer) for gold in golds)), answer.text, True)
 
 
 def exact_match_reward(
     completions: list[Completion], solution: list[str | float | None], **kwargs
 ) -> list[float | None]:
     """
-    Reward function for tasks whose completions are nothing but the answer, compared character by character: 1.0 for the gold
-    answer, or one of a list of them, with any white space around it, 0.0 for anything else, and `None` where there is none.
+    Compare completions that are nothing but the answer, character by character: 1.0 for the gold answer, or one of a list of them,
+    with any white space around it, 0.0 for anything else, and `None` where there is no gold answer.
     """
     golds = [gold_texts(gold) for gold in solution]
     texts = [text.strip() for text in answer_texts(completions, kwargs)]

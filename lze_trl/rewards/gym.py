@@ -9,7 +9,7 @@ from typing import Any
 from ..names import near
 from .functions import Completion, answer_texts
 from .grading import after_thinking, last_boxed
-from .limit import budget, in_main_thread, in_time
+from .timeouts import budget, in_main_thread, run_with_timeout
 
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 @cache
 def find_task(task: str) -> tuple[Any, Any]:
     """
-    Classes of the dataset of a task and of its configuration. Raises a `ValueError` for a task that is not there, or whose verifier
+    Return the classes of a task's dataset and of its configuration. Raises a `ValueError` for an unknown task, or one whose verifier
     would run text as code.
     """
     try:
@@ -57,9 +57,9 @@ def reasoning_gym_reward(
     completions: list[Completion], reasoning_gym: list[str | None], **kwargs: Any
 ) -> list[float | None]:
     """
-    Reward function for problems of `reasoning_gym:TASK`: what the task's own verifier gives, in [0, 1]; some give a part of 1 for
-    an answer that is nearly right. The answer is the text between `<answer>` and `</answer>`, or in the last `\\boxed{}`, or all
-    of the completion. What the verifier cannot read, or not in time, has 0. `None` where the column `reasoning_gym` holds no entry.
+    Score completions for problems of `reasoning_gym:TASK` by the task's own verifier, in [0, 1]; some verifiers give partial credit.
+    The answer is the text between `<answer>` and `</answer>`, or in the last `\\boxed{}`, or all of the completion. An answer that the
+    verifier cannot read, or not in time, scores 0. `None` where the column `reasoning_gym` holds no entry.
     """
     with budget():
         return [
@@ -81,4 +81,4 @@ def _score(text: str, entry: dict[str, Any]) -> float:
 
 @in_main_thread
 def _verified(answer: str, entry: dict[str, Any]) -> float:
-    return float(in_time(_verifier(entry["metadata"]["source_dataset"]).score_answer, answer, entry))
+    return float(run_with_timeout(_verifier(entry["metadata"]["source_dataset"]).score_answer, answer, entry))

@@ -2,7 +2,7 @@ r"""
 The majority reward: a group's own majority answer stands in for the gold answer (TTRL, arXiv 2504.16084; SeRL, arXiv 2505.20347).
 
 It depends on all completions of a prompt, which may lie on several processes and come in several rounds. So it has two phases:
-`read` makes a ballot of each completion where it is, and `settle` judges the ballots of one whole group.
+`read` makes a ballot of each completion where it is, and `score_group` judges the ballots of one whole group.
 """
 
 import re
@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from .functions import Completion, Grade, answer_texts, grade
-from .grading import equal, final_part, is_blank, last_boxed, read_gold, shown_words
-from .limit import GradingTimeout, budget, in_main_thread, in_time
+from .grading import answers_equal, final_part, is_blank, last_boxed, read_gold, shown_words
+from .timeouts import GradingTimeout, budget, in_main_thread, run_with_timeout
 
 
 Labelled = Literal["gold", "none"]
@@ -35,11 +35,11 @@ REASONS_TO_ABSTAIN = ("few_votes", "low_share", "high_share", "margin")
 
 
 class Ballot(NamedTuple):
-    """Vote of one completion."""
+    """What counts of one completion."""
 
     vote: str | None  # the answer, see [`read_vote`]
-    gold: Any = None  # gold answer, by which labels are checked
-    grade: Grade | None = None  # if the gold answer decides
+    gold: Any = None  # gold answer, which the winner is checked against
+    grade: Grade | None = None  # by the gold answer, if that decides
 
 
 class Verdict(NamedTuple):
@@ -52,9 +52,11 @@ class Verdict(NamedTuple):
 
 def read_vote(text: str, truncated: bool) -> str | None:
     r"""
-    The answer that a completion votes for: what the last closed `\boxed{…}` of its final part holds; `None` if it is truncated.
+    Return the answer that a completion votes for: the contents of the last closed `\boxed{…}` of its final part; `None` if it is
+    truncated.
 
-    `None` also if it holds no answer, see [`~lze_trl.rewards.grading.is_blank`], or a refusal ("cannot be found"). "none", "no solution", "undefined", "impossible" and `\emptyset` are answers.
+    `None` also if the box holds no answer, see [`~lze_trl.rewards.grading.is_blank`], or a refusal ("cannot be found"). "none",
+    "no solution", "undefined", "impossible" and `\emptyset` are answers.
     """
     box = None if truncated else last_boxed(final_part(text), braced=True)
     return None if box is None or is_blank(box) or _REFUSAL.search(shown_words(box)) else box
@@ -63,8 +65,8 @@ def read_vote(text: str, truncated: bool) -> str | None:
 @lru_cache(maxsize=65536)
 def same_answer(one: str, other: str) -> bool:
     """
-    Whether two votes are equal in either direction. One that cannot be read, or compared in time, equals only the same text.
-    Votes of a group are compared again in every round: what was found is remembered.
+    Return whether two votes are equal in either direction. A vote that cannot be read, or compared in time, equals only the same
+    text. Results are cached, because votes of a group are compared again in every round.
     """
     with suppress(GradingTimeout):
         return one == other or _equal_votes(one, other)
@@ -73,42 +75,41 @@ def same_answer(one: str, other: str) -> bool:
 
 @in_main_thread
 def _equal_votes(one: str, other: str) -> bool:
-    return in_time(_equal_texts, one, other)
+    return run_with_timeout(_equal_texts, one, other)
 
 
 def _equal_texts(one: str, other: str) -> bool:
     a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
-    return a is not None and b is not None and (equal(a, b) or equal(b, a))
+    return a is not None and b is not None and (answers_equal(a, b) or answers_equal(b, a))
 
 
 def answer_classes(votes: Sequence[str | None], same: Callable[[str, str], bool]) -> np.ndarray:
     """
-    Class of each vote, int64 of shape `(n,)`; −1 where there is none.
+    Assign a class of equal answers to each vote. Returns int64 of shape `(n,)`, −1 for no vote.
 
     Equality of answers is not transitive (`x=5` equals `5` equals `y=5`), so a class is a clique: distinct answers are taken in
-    the order of (−count, text), and each joins the first class all of whose members it equals, by `same`, or begins one. The
+    the order of (−count, text), and each joins the first class whose members it equals, all of them by `same`, or begins one. The
     classes do not depend on the order of the votes.
     """
     counts = Counter(vote for vote in votes if vote is not None)
     classes: list[list[str]] = []
-    place: dict[str, int] = {}
+    class_of: dict[str, int] = {}
     for text in sorted(counts, key=lambda text: (-counts[text], text)):
-        fits = (i for i, members in enumerate(classes) if all(same(member, text) for member in members))
-        place[text] = next(fits, len(classes))
-        if place[text] == len(classes):
+        fitting = (i for i, members in enumerate(classes) if all(same(member, text) for member in members))
+        class_of[text] = next(fitting, len(classes))
+        if class_of[text] == len(classes):
             classes.append([])
-        classes[place[text]].append(text)
-    return np.array([-1 if vote is None else place[vote] for vote in votes], dtype=np.int64)
+        classes[class_of[text]].append(text)
+    return np.array([-1 if vote is None else class_of[vote] for vote in votes], dtype=np.int64)
 
 
 class MajorityReward:
     r"""
-    Group reward of [`LZEGRPOTrainer`]: 1.0 for the completions whose answer is the one that most of their group give, and else 0.0.
+    Rewards the completions that give the majority answer of their group with 1.0, and the others with 0.0.
 
-    The answer of a completion is what its last closed `\boxed{}` holds, and of a truncated completion nothing. Where the group
-    does not agree enough, or too much, it abstains: all its completions get `None`, and the group has no gradient by this
-    reward. Where there is a gold answer it decides, unless `labelled` is `"none"`: then this is
-    [`~lze_trl.rewards.accuracy_reward`].
+    The answer of a completion is the contents of its last closed `\boxed{}`; a truncated completion has none. If the group does not
+    agree enough, or too much, the reward abstains: all its completions get `None`, and the group has no gradient by this reward. If
+    there is a gold answer, it decides as in [`~lze_trl.rewards.accuracy_reward`], unless `labelled` is `"none"`.
 
     Args:
         bounds (`Sequence[float]`, *optional*, defaults to `(0.2, 0.8)`): Lowest and highest share of the winner's votes, of all completions drawn. Outside, the reward abstains.
@@ -160,30 +161,44 @@ class MajorityReward:
         rows = zip(votes, golds, grades, strict=True)
         return [Ballot(vote, gold, grade if grade.has_gold else None) for vote, gold, grade in rows]
 
-    def settle(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
-        """Judge one whole group. While votes may still be added (`final=False`), it does not abstain."""
-        votes, gold, (low, high) = [ballot.vote for ballot in ballots], ballots[0].gold, self.bounds
+    def score_group(self, ballots: Sequence[Ballot], final: bool = True) -> Verdict:
+        """Compute the rewards of one whole group. While completions may still be added (`final=False`), it does not abstain."""
+        votes = [ballot.vote for ballot in ballots]
         with budget(_GROUP_SECONDS):
             classes = answer_classes(votes, same_answer)
         counts = np.bincount(classes[classes >= 0], minlength=2)  # votes of each class
-        next_most, most = np.sort(counts)[-2:]
-        share, valid = float(most / len(votes)), float(counts.sum() / len(votes))
-        few = valid < self.min_valid or valid == 0.0
-        applies = few, share < low, share > high, most - next_most < self.margin
-        reasons = dict(zip(REASONS_TO_ABSTAIN, applies, strict=True)) if final else {}
-        reason = next((name for name, holds in reasons.items() if holds), None)
         wins = classes == counts.argmax()  # the first of several
-        texts = Counter(vote for vote, won in zip(votes, wins, strict=True) if won)
-        winner = min(texts, key=lambda text: (-texts[text], text or ""), default=None)  # its most frequent text
-        checks = final and reason is None and winner is not None and gold is not None
-        right = grade(f"\\boxed{{{winner}}}", gold).score if checks else None
-        checked = {} if right is None else {"label_precision": right}
+        winner = _most_frequent([vote for vote, won in zip(votes, wins, strict=True) if won])
+        reasons = self._reasons(counts, len(votes)) if final else {}
+        reason = next((name for name, applies in reasons.items() if applies), None)
+        label_metrics = _label_metrics(winner, ballots[0].gold) if final and reason is None else {}
         if any(ballot.grade is not None for ballot in ballots):
             scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
-            return Verdict(scores, {"gold_share": 1.0, **checked}, winner)
-        metrics = {"gold_share": 0.0, "winner_share": share, "no_vote_share": 1.0 - valid}
-        metrics |= {"abstained": float(reason is not None), **checked}
+            return Verdict(scores, {"gold_share": 1.0, **label_metrics}, winner)
+        shares = {"winner_share": counts.max() / len(votes), "no_vote_share": 1.0 - counts.sum() / len(votes)}
+        metrics = {"gold_share": 0.0, **{name: float(share) for name, share in shares.items()}}
+        metrics |= {"abstained": float(reason is not None), **label_metrics}
         metrics |= {f"abstained_{name}": float(name == reason) for name in reasons}
-        if reason is not None:
-            return Verdict([None] * len(ballots), metrics, winner)
-        return Verdict(wins.astype(np.float64).tolist(), metrics, winner)
+        rewards = wins.astype(np.float64).tolist() if reason is None else [None] * len(ballots)
+        return Verdict(rewards, metrics, winner)
+
+    def _reasons(self, counts: np.ndarray, total: int) -> dict[str, bool]:
+        """Return which reasons to abstain apply, from the votes of each class and the number of completions."""
+        next_most, most = np.sort(counts)[-2:]
+        low, high = self.bounds
+        share, valid_share = float(most / total), float(counts.sum() / total)
+        has_few_votes = valid_share < self.min_valid or valid_share == 0.0
+        applies = has_few_votes, share < low, share > high, bool(most - next_most < self.margin)
+        return dict(zip(REASONS_TO_ABSTAIN, applies, strict=True))
+
+
+def _most_frequent(texts: Sequence[str | None]) -> str | None:
+    """Return the most frequent text, the first in the alphabet of several; `None` of no texts."""
+    counts = Counter(texts)
+    return min(counts, key=lambda text: (-counts[text], text or ""), default=None)
+
+
+def _label_metrics(winner: str | None, gold: Any) -> dict[str, float]:
+    """Check the winner against the gold answer, if there is one that can be read."""
+    score = None if winner is None or gold is None else grade(f"\\boxed{{{winner}}}", gold).score
+    return {} if score is None else {"label_precision": score}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..batch import Batch
-from .controllers import ask
+from .controllers import requested_counts
 
 
 _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
@@ -14,12 +14,12 @@ _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
 
 class LookAhead:
     """
-    Asks a controller that judges each group by its own completions what it will want next, as soon as these are there, so that no
-    group waits for the slowest completion of its round. The round itself is judged as ever once it has ended: what was foreseen
-    wrongly costs time, and changes no result.
+    Asks a controller that decides on each group by its own completions what it will want next, as soon as these are there, so that
+    no group waits for the slowest completion of its round. Once the round has ended, it is scored as if nothing had been asked ahead:
+    a wrong forecast costs time, and changes no result.
 
     Args:
-        rounds ([`~lze_trl.rollout.rounds.Rounds`]): Judges completions and remembers prompts.
+        rounds ([`~lze_trl.rollout.rounds.Rounds`]): Scores completions and remembers prompts.
         pending ([`~lze_trl.rollout.rounds.Pending`]): The batch under way. Every active prompt gets as many completions.
         drawn ([`Batch`]): The rounds before.
         engine ([`~lze_trl.engine.Engine`]): Scores completions.
@@ -32,21 +32,21 @@ class LookAhead:
         self.rows = pending.plan.rows[self.active]
         self._arrived: set[int] = set()
         self._columns = {name: getattr(drawn, name) for name in _COLUMNS}  # of all rows so far
-        self._failed = False
+        self._has_failed = False
 
     def __call__(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
         """
-        What the next round will ask for: pairs of a place and a number of completions. Arrived are the prompt tokens and the
-        completions of the groups at some places; those that it has seen before are ignored.
+        Forecast what the next round will ask for: pairs of a place and a number of completions. Arrived are the prompt
+        tokens and the completions of the groups at some places; those that it has seen before are ignored.
         """
         new = {place: group for place, group in arrived.items() if place not in self._arrived}
-        if not new or self._failed:
+        if not new or self._has_failed:
             return []
         try:
             return self._wanted(new)
         except Exception as error:  # raised again where the round is scored, if it is the user's
             self.rounds.cannot_look_ahead(error)
-            self._failed = True
+            self._has_failed = True
             return []
 
     def _wanted(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
@@ -55,17 +55,19 @@ class LookAhead:
         flat = [completion for _, group in arrived.values() for completion in group]
         inputs = self.rounds.passes.load(self.rows[places])
         rewards = self.engine.scored(inputs, prompts, [completion.token_ids for completion in flat])
-        judged = self.rounds.judge(rewards, self.engine.reward_weights.cpu(), 1)
-        judged |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
-        self._columns = {name: np.append(values, judged[name]) for name, values in self._columns.items()}
+        scored = self.rounds.score(rewards, self.engine.reward_weights.cpu(), 1)
+        scored |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
+        self._columns = {name: np.append(values, scored[name]) for name, values in self._columns.items()}
         self._arrived |= set(arrived)
-        # All that has been drawn, as the controller would see it if nothing else came
-        range, order = copy.copy(self.rounds.state.range), np.argsort(self._columns["group"], kind="stable")
+        # What the controller would see if nothing else came
+        order = np.argsort(self._columns["group"], kind="stable")
         columns = {name: column[order] for name, column in self._columns.items()}
-        range.observe(columns["scores"])
-        outcomes, none = range.outcomes(columns["scores"]), np.zeros(len(order), dtype=np.int64)
-        drawn = Batch.of(self.prompt_ids, outcomes=outcomes, prompt_tokens=none, completion_tokens=none, **columns)
-        known, rng = self.rounds.known(self.pending, drawn), copy.deepcopy(self.rng)
-        counts = ask(self.rounds.controller, self.round, known, drawn, rng)
+        score_range = copy.copy(self.rounds.state.range)
+        score_range.observe(columns["scores"])
+        columns["outcomes"] = score_range.outcomes(columns["scores"])
+        no_lengths = dict.fromkeys(("prompt_tokens", "completion_tokens"), np.zeros(len(order), dtype=np.int64))
+        drawn = Batch.of(self.prompt_ids, **columns, **no_lengths)
+        known, rng = self.rounds.known_prompts(self.pending, drawn), copy.deepcopy(self.rng)
+        counts = requested_counts(self.rounds.controller, self.round, known, drawn, rng)
         wanted = [(place, int(counts[self.active[place]])) for place in arrived]
         return [(place, count) for place, count in wanted if count]

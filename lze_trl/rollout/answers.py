@@ -1,4 +1,4 @@
-"""What engines say of completions beside their tokens: whether a limit cut one off, and why there is none."""
+"""Keeps what engines report of completions beside their tokens: whether a limit cut one off, and why one is missing."""
 
 import logging
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ SURPLUS = "surplus"
 
 class Answers:
     """
-    The one place that says which completions are truncated: the engine's word decides where there is one, and else whether the last
-    token is one of `ends`. TRL passes on tokens alone, so a completion is recognised by the tokens of its prompt and its own.
+    The one place that decides which completions are truncated: by what the engine reports, or else by whether the last token is one of
+    `ends`. TRL passes on tokens alone, so a completion is recognised by the tokens of its prompt and its own.
 
-    The token `pad` stands for a completion of no tokens, which TRL does not expect; the loss does not cover it. Where an engine says
-    nothing and completions may stop at a text, those of fewer than `limit` tokens are not truncated.
+    The token `pad` stands for a completion of no tokens, which TRL does not expect; the loss does not cover it. If an engine reports
+    nothing and completions may stop at a text, completions of fewer than `limit` tokens are not truncated.
     """
 
     def __init__(self, ends: Sequence[int], pad: int, limit: int = 0):
@@ -28,14 +28,14 @@ class Answers:
         self.truncated: list[bool] = []  # of the completions that are scored next
         self._failed: list[str | None] = []  # why each has no tokens of its own: "" for an empty one
         self._seen: list[list[int]] = []
-        self._noted: dict[tuple[int, ...], tuple[bool, str | None]] = {}  # what the last token does not say
+        self._noted: dict[tuple[int, ...], tuple[bool, str | None]] = {}  # where it is not what the last token shows
 
     def forget(self):
-        """Another call of an engine begins."""
+        """Forget what was noted: another call of an engine begins."""
         self._noted.clear()
 
     def note(self, prompt: Sequence[int], completion: Sequence[int], truncated: bool, failure: str | None = None):
-        """Enter an engine's word: whether a completion is truncated, and why there is none."""
+        """Note what an engine reports: whether a completion is truncated, and why it is missing."""
         if (truncated, failure) != (self._is_cut(completion), None):
             self._noted[*prompt, *completion] = truncated, failure
 
@@ -48,36 +48,39 @@ class Answers:
                 if logprobs is not None:
                     logprobs[i] = [one]
 
-    def see(self, completions: list[list[int]], prompts: list[list[int]] | None = None, surplus: int = 0):
+    def look_up(self, completions: list[list[int]], prompts: list[list[int]] | None = None, surplus: int = 0):
         """
         Look up the completions that are scored next; without their prompts, unless it has seen them with these. The last `surplus` ones
         only even out processes.
         """
         if prompts is not None or completions != self._seen:
             pairs = zip(prompts or [[]] * len(completions), completions, strict=True)
-            words = [self._noted.get((*prompt, *own), (self._is_cut(own), None)) for prompt, own in pairs]
-            self.truncated, self._failed = [cut for cut, _ in words], [failure for _, failure in words]
-            self._failed[len(words) - surplus :] = [SURPLUS] * surplus
+            reports = [self._noted.get((*prompt, *own), (self._is_cut(own), None)) for prompt, own in pairs]
+            self.truncated, self._failed = [cut for cut, _ in reports], [failure for _, failure in reports]
+            self._failed[len(reports) - surplus :] = [SURPLUS] * surplus
             self._seen = completions
 
     def _is_cut(self, completion: Sequence[int]) -> bool:
         return len(completion) >= self.limit and (len(completion) == 0 or completion[-1] not in self.ends)
 
     def reasons(self, environments: Sequence[Any] | None) -> list[str | None]:
-        """Why each completion is left out: it has failed, in its environment or on every server, or is surplus; else `None`."""
+        """
+        Return why each completion is left out: it has failed, in its environment or on every server, or is surplus;
+        else `None`.
+        """
         of_episodes = failures(environments) or [None] * len(self._failed)
         return [failure or reason for failure, reason in zip(self._failed, of_episodes, strict=True)]
 
     def covered(self, completions: list[list[int]], masks: list[list[int]] | None) -> list[list[int]] | None:
-        """Loss masks without tokens that stand for a completion; `None` if every token is covered."""
+        """Return loss masks without the tokens that stand for a completion; `None` if every token is covered."""
         if not any(failure is not None for failure in self._failed):
             return masks
         rows = zip(self._failed, completions, masks or [[1] * len(ids) for ids in completions], strict=True)
         return [mask if failure is None else [0] * len(ids) for failure, ids, mask in rows]
 
     def warn(self, rows: Sequence[dict[str, Any]], prompts: Sequence[Any]):
-        """Say which prompts no server has completed, by their texts and, of training sets, their ids."""
-        words = (
+        """Warn which prompts no server has completed, by their texts and, of training sets, their ids."""
+        message = (
             "No server completes the prompt %r%s, and others are completed. It is left out, with the reward None: %s"
         )
         failed = {}
@@ -85,4 +88,4 @@ class Answers:
             if failure and failure != SURPLUS:
                 failed[str(prompt)[:80], f" (id {row[ID_COLUMN]})" if ID_COLUMN in row else ""] = failure
         for shown, failure in failed.items():
-            logger.warning(words, *shown, failure)
+            logger.warning(message, *shown, failure)

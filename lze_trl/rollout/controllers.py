@@ -2,7 +2,7 @@
 
 A generation batch is drawn in rounds. Before every round the controller sees what was drawn and asks for further prompts
 (`more`, from round 1 on) and for further completions of each prompt (`draw`); a round without completions ends the batch.
-All completions drawn count in energies and advantages; `keep` says which of them are trained on.
+All completions drawn count in energies and advantages; `keep` chooses the completions that are trained on.
 
     balanced exit, n = 4: two positives and two negatives are wanted
     round    0              1                2
@@ -31,7 +31,7 @@ class RolloutController(ABC):
 
     by_group = False
     """
-    Whether `draw` judges each group by its own completions and by what was known before the batch. Servers may then begin
+    Whether `draw` decides on each group by its own completions and by what was known before the batch. Servers may then begin
     completions of a later round before a round has ended.
     """
 
@@ -48,20 +48,23 @@ class RolloutController(ABC):
     @abstractmethod
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         """
-        Numbers of further completions of each prompt, integers of shape `(P,)`. All 0 ends the batch.
+        Return the numbers of further completions of each prompt, integers of shape `(P,)`. All 0 ends the batch.
 
         `round` counts from 0. `prompts` is what was known before the batch, `drawn` are the completions scored so far (no rows
         in round 0), and `rng` gives the same numbers on every process.
         """
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        """Number of further prompts for an update of `k` groups, asked before `draw` of every round but the first."""
+        """
+        Return the number of further prompts for an update of `k` groups, asked before `draw` of every round but the
+        first.
+        """
         return 0
 
-    def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
+    def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         """
-        For controllers that draw by chance: the probability with which this round draws completions for each group, float of
-        shape `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
+        Return, if the controller draws by chance, the probability with which this round draws completions for each
+        group, float of shape `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
 
         In the round in which a prompt joins, chance decides whether it is begun, in a later one whether its group is completed (the
         last such round counts; NaN where a round decides nothing of a prompt). What chance has drawn represents the others in
@@ -71,8 +74,8 @@ class RolloutController(ABC):
 
     def keep(self, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         """
-        Loss weight of each row (default 1), float or bool of shape `(B,)`. Rows of weight 0 are left out. Weights multiply the
-        advantages, and count in the average under `loss_normalizer="selected"`.
+        Return the loss weight of each row (default 1), float or bool of shape `(B,)`. Rows of weight 0 are left out.
+        Weights multiply the advantages, and count in the average under `loss_normalizer="selected"`.
         """
         return np.ones(drawn.num_rows, dtype=bool)
 
@@ -92,7 +95,7 @@ class UniformController(RolloutController):
 
 
 def is_plain(controller: RolloutController, num_generations: int) -> bool:
-    """Whether a controller draws the groups of plain GRPO, those that TRL's own sampler hands out."""
+    """Return whether a controller draws the groups of plain GRPO, those that TRL's own sampler hands out."""
     return type(controller) is UniformController and controller.group_size == num_generations
 
 
@@ -164,8 +167,8 @@ class Gate(RolloutController):
     drawn at random, so that the forecasts learn what they miss. This favours medium pass rates: where hardly any, or nearly
     every, completion passes, the first one of a live group looks like that of a dead one.
 
-    A share `control` of the prompts is drawn whole, whatever is forecast. They are among those that are drawn at random, and tell
-    [`~lze_trl.rollout.payoff.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
+    A share `control` of the prompts is drawn whole, whatever is forecast. They are among the prompts that are drawn at random, and show
+    [`~lze_trl.rollout.gate_guard.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
     """
 
     by_group, fills_update = True, False
@@ -185,60 +188,63 @@ class Gate(RolloutController):
         if round > 1 or draws_whole(prompts):
             return 0
         # All by what is expected once this round has ended: luck in this batch changes nothing
-        completed = np.where(drawn.sizes > 0, np.nan_to_num(np.asarray(self.chances(round, prompts, drawn))), 0.0)
-        spent = drawn.num_rows + (self.group_size - 1) * completed.sum()
-        each = spent / len(prompts)
-        further = (self.num_prompts * self.group_size - spent) / each if each else 0.0
+        completed = np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn)))
+        completed = np.where(drawn.sizes > 0, completed, 0.0)
+        completions = drawn.num_rows + (self.group_size - 1) * completed.sum()
+        per_prompt = completions / len(prompts)
+        further = (self.num_prompts * self.group_size - completions) / per_prompt if per_prompt else 0.0
         if self.hold == "signal":
-            likely = np.where(drawn.sizes > 0, prompts.alive_given_first, prompts.alive)
-            held = (likely * completed).sum()
-            further = min(further, (likely.sum() - held) / (held / len(prompts))) if held else 0.0
+            alive = np.where(drawn.sizes > 0, prompts.alive_given_first, prompts.alive)
+            live_groups = (alive * completed).sum()
+            missing = alive.sum() - live_groups  # to those of uniform sampling
+            further = min(further, missing / (live_groups / len(prompts))) if live_groups else 0.0
         return int(further)
 
-    def chances(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
+    def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         age = round - prompts.joined  # rounds since the prompt joined the batch
         if (age > 1).all() or (round > 0 and draws_whole(prompts)):
             return None
-        likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
-        share = np.where(age == 1, self.explore, self.recheck)
-        return np.where(age > 1, np.nan, np.where(likely, 1.0, np.maximum(share, self._control(prompts))))
+        is_likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
+        by_chance = np.maximum(np.where(age == 1, self.explore, self.recheck), self._control(prompts))
+        return np.where(age > 1, np.nan, np.where(is_likely, 1.0, by_chance))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
-        chances, control = self.chances(round, prompts, drawn), self._control(prompts)
-        if chances is None:
+        probabilities, control = self.probabilities(round, prompts, drawn), self._control(prompts)
+        if probabilities is None:
             return np.zeros(len(prompts), dtype=np.int64)
-        others = np.divide(chances - control, 1.0 - control, out=np.ones(len(prompts)), where=control < 1.0)
-        drawn_on = (rng.random(len(prompts)) < others) | (prompts.lot < self.control)
-        return np.where(drawn_on, self._further(round, prompts, drawn), 0)
+        without_control = np.ones(len(prompts))
+        np.divide(probabilities - control, 1.0 - control, out=without_control, where=control < 1.0)
+        goes_on = (rng.random(len(prompts)) < without_control) | (prompts.random_draw < self.control)
+        return np.where(goes_on, self._further(round, prompts, drawn), 0)
 
     def _further(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """Completions that this round may draw of each prompt: its first one, or those that are missing once it has one."""
-        age, first = round - prompts.joined, self.group_size if draws_whole(prompts) else 1
-        return np.where(age == 0, first, np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0))
+        """Return how many completions this round may draw of each prompt: its first one, or, once it has one, the others."""
+        age, at_first = round - prompts.joined, self.group_size if draws_whole(prompts) else 1
+        return np.where(age == 0, at_first, np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0))
 
     def _control(self, prompts: Prompts) -> np.ndarray:
-        """Probability that a prompt is drawn whole whatever is forecast, once it has been begun."""
-        return self.control / prompts.begin_chance
+        """Return the probability that a started prompt is drawn whole, whatever is forecast."""
+        return self.control / prompts.start_probability
 
 
 def draws_whole(prompts: Prompts) -> bool:
-    """Whether a guard has all groups drawn whole."""
+    """Return whether a guard has all groups drawn whole."""
     return bool((prompts.alive_needed == -np.inf).all())
 
 
 def _kinds(drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows are positives and which are negatives, each of shape `(B,)`; one without any reward is neither."""
+    """Return which rows are positives and which are negatives, each of shape `(B,)`; one without any reward is neither."""
     positives = drawn.outcomes > 0.5
     return positives, ~np.isnan(drawn.rewards) & ~positives
 
 
 def _counts(rows: np.ndarray, drawn: Batch) -> np.ndarray:
-    """Number of the given rows of each group, shape `(P,)`."""
+    """Count the given rows of each group, shape `(P,)`."""
     return np.bincount(drawn.group[rows], minlength=drawn.num_groups)
 
 
 def _of_both_kinds(drawn: Batch, kept: int) -> np.ndarray:
-    """The first kept // 2 positives of each group and the rest negatives, a shortfall filled from the other kind."""
+    """Choose the first kept // 2 positives of each group and the rest negatives, a shortfall filled from the other kind."""
     positives, negatives = _kinds(drawn)
     num_positives, num_negatives = _counts(positives, drawn), _counts(negatives, drawn)
     kept_positives = np.minimum(np.maximum(kept // 2, kept - num_negatives), num_positives)
@@ -246,14 +252,14 @@ def _of_both_kinds(drawn: Batch, kept: int) -> np.ndarray:
 
 
 def _first(rows: np.ndarray, group: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The first `counts[g]` of the given rows of each group g, shape `(B,)`, bool."""
+    """Choose the first `counts[g]` of the given rows of each group g, shape `(B,)`, bool."""
     nth = pd.Series(rows).groupby(group).cumsum().to_numpy()  # 1, 2, … of the given rows of a group
     return rows & (nth <= counts[group])
 
 
 def stratified(drawn: Batch, kept: int) -> np.ndarray:
     """
-    Weights of `kept` rows per group that represent all, float64 of shape `(B,)`; 0 for rows that are left out.
+    Return weights of `kept` rows per group that represent all, float64 of shape `(B,)`; 0 for rows that are left out.
 
     The first n // 2 positives and the rest negatives are kept, a shortfall filled from the other kind. A kept row has the
     weight (scored completions of its kind) / (kept completions of its kind), so that the expected weighted sum over the kept
@@ -271,7 +277,7 @@ def stratified(drawn: Batch, kept: int) -> np.ndarray:
 def _checked(
     controller: RolloutController, method: str, answer: Any, length: int, kinds: str, what: str
 ) -> np.ndarray:
-    """An answer of a controller as an array. A `ValueError` unless its length, kind of dtype and values are valid."""
+    """Return an answer of a controller as an array. A `ValueError` unless its length, kind of dtype and values are valid."""
     array, name = np.asarray(answer), type(controller).__name__
     fits = array.shape == (length,) and array.dtype.kind in kinds
     if not fits or not (np.isfinite(array) & (array >= 0)).all():
@@ -282,16 +288,16 @@ def _checked(
     return array
 
 
-def ask(
+def requested_counts(
     controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator
 ) -> np.ndarray:
-    """`controller.draw`, checked: int64 of shape `(P,)`, at least 0."""
+    """Call `controller.draw` and check its answer: int64 of shape `(P,)`, at least 0."""
     answer, what = controller.draw(round, prompts, drawn, rng), "an integer of at least 0 for each prompt"
     return _checked(controller, "draw", answer, len(prompts), "iu", what).astype(np.int64)
 
 
-def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-    """`controller.more`, checked: an integer of at least 0."""
+def requested_prompts(controller: RolloutController, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
+    """Call `controller.more` and check its answer: an integer of at least 0."""
     count = controller.more(round, prompts, drawn, k)
     if not isinstance(count, (int, np.integer)) or count < 0:
         name = type(controller).__name__
@@ -299,7 +305,7 @@ def ask_more(controller: RolloutController, round: int, prompts: Prompts, drawn:
     return int(count)
 
 
-def ask_keep(controller: RolloutController, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
-    """`controller.keep`, checked: float64 of shape `(B,)`, finite and at least 0."""
+def row_weights(controller: RolloutController, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
+    """Call `controller.keep` and check its answer: float64 of shape `(B,)`, finite and at least 0."""
     answer, what = controller.keep(drawn, rng), "a bool or a finite weight of at least 0 for each row"
     return _checked(controller, "keep", answer, drawn.num_rows, "bf", what).astype(np.float64)

@@ -2,8 +2,8 @@
 Environments that fail: their episode gets no reward and is left out, and the run goes on.
 
 TRL calls `reset`, tools and `get_reward` of a user's environment, and an exception in the first or the last of them ends its
-run. Here it ends the episode. What a tool raises is told to the model, as TRL does; but a tool that hangs or has lost its
-server ends the episode as well.
+run. Here it ends the episode. What a tool raises is shown to the model, as in TRL; but a tool that hangs or has lost its server
+ends the episode as well.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MOST_FAILURES = 3
 """Episodes of one prompt that may fail in a row before the run ends."""
 
 _CLIENTS = ("httpx", "websockets", "aiohttp", "grpc")
-"""Libraries whose errors say that a server was lost, and are no `OSError`."""
+"""Libraries whose errors mean that a server was lost, and are not an `OSError`."""
 
 
 class EpisodeError(RuntimeError):
@@ -33,7 +33,8 @@ class EpisodeError(RuntimeError):
 
 def guarded(factory: Any, time_limit: float | None) -> Any:
     """
-    An `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has the reward `None`.
+    Return an `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has
+    the reward `None`.
 
     With a `time_limit` in seconds, each environment runs in a thread of its own, and a call that takes longer fails.
     """
@@ -43,7 +44,7 @@ def guarded(factory: Any, time_limit: float | None) -> Any:
 
 
 def failures(environments: Sequence[Any] | None) -> list[str | None]:
-    """Why the episodes of some environments have failed, `None` for one that has not; empty without environments."""
+    """Return why the episodes of some environments have failed, `None` for one that has not; empty without environments."""
     return [environment.lze_guard.failure for environment in environments or ()]
 
 
@@ -55,7 +56,7 @@ class Worker:
         threading.Thread(target=self._work, name="environment", daemon=True).start()
 
     def call(self, call: Callable[[], Any], time_limit: float | None = None) -> Any:
-        """What a call returns or raises; a `TimeoutError` after `time_limit` seconds."""
+        """Return or raise what a call does; a `TimeoutError` after `time_limit` seconds."""
         future: Future = Future()
         self._calls.put((call, future))
         return future.result(time_limit)
@@ -88,34 +89,34 @@ class Guard:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._calling:
                 return method(*args, **kwargs)
-            if not self._goes_on(name):
+            if not self._is_running(name):
                 return None
             self._calling = True
             try:
-                return self._fitting(name, self._in_time(functools.partial(method, *args, **kwargs)))
+                return self._checked_result(name, self._within_limit(functools.partial(method, *args, **kwargs)))
             except Exception as error:
-                return self._ended(name, error)
+                return self._end_episode(name, error)
             finally:
                 self._calling = False
 
         @functools.wraps(method)
         async def call_later(*args: Any, **kwargs: Any) -> Any:
-            if not self._goes_on(name):
+            if not self._is_running(name):
                 return None
             try:
-                return self._fitting(name, await asyncio.wait_for(method(*args, **kwargs), self.time_limit))
+                return self._checked_result(name, await asyncio.wait_for(method(*args, **kwargs), self.time_limit))
             except Exception as error:
-                return self._ended(name, error)
+                return self._end_episode(name, error)
 
         return call_later if inspect.iscoroutinefunction(method) else call
 
-    def _goes_on(self, name: str) -> bool:
-        """Whether the episode has not failed; `reset` begins another one."""
+    def _is_running(self, name: str) -> bool:
+        """Return whether the episode has not failed; `reset` begins another one."""
         if name == "reset":
             self.failure = None
         return self.failure is None
 
-    def _in_time(self, call: Callable) -> Any:
+    def _within_limit(self, call: Callable) -> Any:
         if self._worker is None:
             return call()
         try:
@@ -124,13 +125,13 @@ class Guard:
             self._worker = Worker()  # the other may hang for good
             raise
 
-    def _fitting(self, name: str, returned: Any) -> Any:
+    def _checked_result(self, name: str, returned: Any) -> Any:
         if name == "reset" and not isinstance(returned, (str, list, type(None))):
             self.failure = f"{self._place(name)} returned {returned!r}, and not a text, a list of parts, or None"
             return None
         return returned
 
-    def _ended(self, name: str, error: Exception) -> None:
+    def _end_episode(self, name: str, error: Exception) -> None:
         lost = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS  # or out of time
         if name not in ("reset", "get_reward") and not lost:
             raise error
@@ -143,7 +144,7 @@ class Guard:
 
 
 class Episodes:
-    """Counts episodes that fail, and ends the run if those of one prompt keep failing."""
+    """Counts episodes that fail, and ends the run if one prompt keeps failing."""
 
     def __init__(self):
         self._in_a_row: Counter[int] = Counter()  # by prompt id

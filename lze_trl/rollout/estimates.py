@@ -1,4 +1,4 @@
-"""What the full batch, and one of uniform sampling, would have been, from groups of which some were stopped early, or not begun."""
+"""Estimates what the full batch, and a batch of uniform sampling, would have been, if some groups were stopped early or not begun."""
 
 from dataclasses import dataclass
 
@@ -7,36 +7,38 @@ import numpy as np
 from ..batch import Batch, differ, places
 
 
-def represented(weights: np.ndarray, chances: np.ndarray) -> np.ndarray:
+def represented(weights: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     """
-    What each of P prompts or groups counts for once chance has left some of them out, shape `(P,)`.
+    Return what each of P prompts or groups counts for once chance has left some of them out, shape `(P,)`.
 
-    `weights` is what each counted for before. `chances` is the probability with which each one was drawn, 0 for one that was
-    not. Those that only chance has drawn share what all count for that are not certain, each in proportion to 1 / probability.
-    Where chance has drawn none, the weights stay as they are.
+    `weights` is what each counted for before, and `probabilities` with which probability each was drawn, 0 if it was not. What
+    chance has drawn shares the weights of all that were not certain, in proportion to 1 / probability. If chance has drawn
+    nothing, the weights stay as they are.
     """
-    unsure = chances < 1.0
-    share = np.divide(weights, chances, out=np.zeros(len(weights)), where=unsure & (chances > 0))
-    if not share.any():
+    unsure = probabilities < 1.0
+    shares = np.divide(weights, probabilities, out=np.zeros(len(weights)), where=unsure & (probabilities > 0))
+    if not shares.any():
         return weights
-    return np.where(unsure, share * (weights[unsure].sum() / share.sum()), weights)
+    return np.where(unsure, shares * (weights[unsure].sum() / shares.sum()), weights)
 
 
-def mean_over_full_batch(values: np.ndarray, group: np.ndarray, first: np.ndarray, weights: np.ndarray) -> float:
+def mean_over_full_batch(
+    values: np.ndarray, group: np.ndarray, first_counts: np.ndarray, weights: np.ndarray
+) -> float:
     """
-    Estimated mean of a value of each row, shape `(B,)`, over groups that all have as many rows. Every group counts for its
-    `weights`, shape `(P,)`.
+    Estimate the mean of a value of each row, shape `(B,)`, over groups that all have as many rows. Every group counts
+    for its `weights`, shape `(P,)`.
 
-    Whether a group gets more rows may depend on the rows it has. So groups of different sizes are judged by the rows of their
-    first round alone, `first` of each, shape `(P,)`: nothing was known of them when they were drawn, and the expected value is
+    Whether a group gets more rows may depend on the rows it has. So groups of different sizes count with the rows of their
+    first round alone, `first_counts` of each, shape `(P,)`: nothing was known of them when they were drawn, and the expected value is
     that of the full batch.
     """
-    sizes = np.bincount(group, minlength=len(first))
+    sizes = np.bincount(group, minlength=len(first_counts))
     if (sizes == sizes[0]).all():
-        first = sizes
-    counted = places(group) < first[group]
-    sums = np.bincount(group[counted], values[counted], minlength=len(first))
-    return float(np.average(sums / np.minimum(first, sizes), weights=weights))
+        first_counts = sizes
+    counted = places(group) < first_counts[group]
+    sums = np.bincount(group[counted], values[counted], minlength=len(sizes))
+    return float(np.average(sums / np.minimum(first_counts, sizes), weights=weights))
 
 
 class StoppedGroups:
@@ -50,15 +52,16 @@ class StoppedGroups:
     def __init__(self):
         self._seen = np.zeros(2)  # decayed: weights of the live ones, and of all
 
-    def live(self, alive: np.ndarray, chances: np.ndarray) -> np.ndarray:
+    def live(self, alive: np.ndarray, completion_probability: np.ndarray) -> np.ndarray:
         """
         Enter groups that were begun, and return how many live ones each stands for, between 0 and 1: `alive` itself where a group was
-        certain to be completed; NaN where none has been completed by chance yet. All of shape `(P,)`; `chances` are 0 for stopped ones.
+        certain to be completed; NaN where none has been completed by chance yet. All of shape `(P,)`; the probability is 0 for stopped groups.
         """
-        unsure, drawn = chances < 1.0, (chances > 0.0) & (chances < 1.0)
-        counts = 1.0 / chances[drawn]
+        unsure = completion_probability < 1.0
+        by_chance = unsure & (completion_probability > 0.0)
+        represents = 1.0 / completion_probability[by_chance]
         self._seen *= max(1.0 - unsure.sum() / self.WINDOW, 0.0)
-        self._seen += (counts[alive[drawn]].sum(), counts.sum())
+        self._seen += (represents[alive[by_chance]].sum(), represents.sum())
         live, total = self._seen
         return np.where(unsure, live / total if total else np.nan, alive)
 
@@ -72,27 +75,27 @@ class StoppedGroups:
 @dataclass(frozen=True)
 class UniformSample:
     """
-    The completions of the first round, which were drawn before anything was known of the others; each prompt has one vote. A prompt
-    that got none counts with what is remembered of it.
+    The completions of the first round, which were drawn before anything was known of the others; each prompt counts once. A prompt
+    without completions counts with what is remembered of it.
 
     Attributes:
-        votes (float64, `(B,)`): Weight of each completion of the batch.
-        remembered (float64, `(n,)`): Mean score of each prompt that got none; NaN if it has none.
-        live (float64, `(P + n,)`): How many live groups each prompt stands for, between 0 and 1: first those that got completions, see
+        row_weights (float64, `(B,)`): Weight of each completion of the batch.
+        remembered (float64, `(n,)`): Remembered mean score of each prompt without completions; NaN if it has none.
+        live (float64, `(P + n,)`): How many live groups each prompt stands for, between 0 and 1: first prompts with completions, see
             [`StoppedGroups`], then the others, by the forecast that their group is live. NaN where too little was drawn to estimate it.
         planned (bool, `(P + n,)`): Whether each prompt was in the first round: how many join later depends on what was drawn.
     """
 
-    votes: np.ndarray
+    row_weights: np.ndarray
     remembered: np.ndarray
     live: np.ndarray
     planned: np.ndarray
 
     def part(self, group: np.ndarray, chosen: np.ndarray) -> "UniformSample":
-        """The sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
+        """Return the sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
         drawn = len(chosen) - len(self.remembered)
         of_parts = self.remembered[chosen[drawn:]], self.live[chosen], self.planned[chosen]
-        return UniformSample(self.votes * chosen[:drawn][group], *of_parts)
+        return UniformSample(self.row_weights * chosen[:drawn][group], *of_parts)
 
     @property
     def live_share(self) -> float:
@@ -100,7 +103,7 @@ class UniformSample:
         return float(self.live[self.planned].mean()) if self.planned.any() else np.nan
 
     def rewards(self, batch: Batch) -> list[tuple[float, float]]:
-        """Moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
+        """Return the moments of the total rewards of a batch, then of each function's. What is remembered is of the scores."""
         totals, found = batch.rewards, []
         of_scores = np.array_equal(batch.scores, totals, equal_nan=True)
         for column in (totals, *batch.rewards_per_func.astype(np.float64).T):
@@ -110,10 +113,10 @@ class UniformSample:
 
     def moments(self, values: np.ndarray, remembered: np.ndarray | None = None) -> tuple[float, float]:
         """
-        Mean, and standard deviation with Bessel's correction, of something that each completion has, and, where it is known, each
-        other prompt. NaN does not count.
+        Return the mean, and the standard deviation with Bessel's correction, of something that each completion has,
+        and, where it is known, each other prompt. NaN does not count.
         """
-        weights = self.votes
+        weights = self.row_weights
         if remembered is not None:
             planned = self.planned[len(self.planned) - len(remembered) :]
             values, weights = np.append(values, remembered), np.append(weights, planned)
@@ -128,25 +131,26 @@ class UniformSample:
 
 def uniform_sample(
     rollouts: Batch,
-    first: np.ndarray,
+    round0_counts: np.ndarray,
     live: np.ndarray | None,
     remembered: np.ndarray,
     forecasts: np.ndarray,
     joined: np.ndarray | None = None,
 ) -> UniformSample:
     """
-    What uniform sampling would have seen. In the first round prompts got `first` completions; `live` says how many live groups each
-    stands for, `None` if the first round tells; they `joined` the batch in this round (default: all in the first one). All have shape
-    `(P,)`. `remembered` are the mean scores of the n prompts that got none in the batch, and `forecasts` the probabilities that their groups
-    are live, both of shape `(n,)`.
+    Estimate what uniform sampling would have seen.
+
+    All of shape `(P,)`: the completions of each prompt in round 0; how many `live` groups it stands for, `None` to count the groups
+    of round 0; and the round in which it `joined` the batch (default: 0). Of shape `(n,)`, for the n prompts without completions: the
+    `remembered` mean scores, and `forecasts` of the probability that their groups are live.
     """
-    rows = places(rollouts.group) < first[rollouts.group]
-    votes = np.where(rows, 1.0 / np.maximum(first, 1)[rollouts.group], 0.0)
+    in_round0 = places(rollouts.group) < round0_counts[rollouts.group]
+    row_weights = np.where(in_round0, 1.0 / np.maximum(round0_counts, 1)[rollouts.group], 0.0)
     if live is None:
-        live = differ(rollouts.signals[rows], rollouts.group[rows], len(first)).astype(np.float64)
-    planned = np.ones(len(first), dtype=bool) if joined is None else joined == 0
+        signals, group = rollouts.signals[in_round0], rollouts.group[in_round0]
+        live = differ(signals, group, len(round0_counts)).astype(np.float64)
+    planned = np.ones(len(round0_counts), dtype=bool) if joined is None else joined == 0
     drawn = rollouts.sizes > 0
-    planned = np.concatenate(
-        [planned[drawn], planned[~drawn] if (~drawn).any() else np.ones(len(forecasts), dtype=bool)]
-    )
-    return UniformSample(votes, remembered, np.append(live[drawn], forecasts), planned)
+    planned_without_rows = planned[~drawn] if (~drawn).any() else np.ones(len(forecasts), dtype=bool)
+    planned = np.concatenate([planned[drawn], planned_without_rows])
+    return UniformSample(row_weights, remembered, np.append(live[drawn], forecasts), planned)

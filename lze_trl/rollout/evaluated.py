@@ -9,8 +9,8 @@ import numpy as np
 @dataclass
 class Evaluated:
     """
-    What each batch of an evaluation counts for. TRL logs the mean of its batches, of which the last one may have fewer rows, or be filled
-    with rows that were evaluated before, so that all processes get as many.
+    What each batch of an evaluation counts for. TRL logs the mean of its batches; the last batch may have fewer rows, or be filled with
+    rows that were evaluated before, so that all processes get as many.
     """
 
     # Rows of the set, each prompt `num_generations_eval` times; of a stream, those that were read so far
@@ -20,7 +20,10 @@ class Evaluated:
     scored: list[np.ndarray] = field(default_factory=list)
 
     def begin(self, rewards_per_func: np.ndarray) -> int:
-        """A batch with rewards of shape `(B, F)`, NaN where not applicable. Returns how many of its first rows count."""
+        """
+        Enter a batch by its rewards of shape `(B, F)`, NaN where not applicable. Returns how many of its first rows
+        count.
+        """
         real = int(min(len(rewards_per_func), self.count() - sum(self.rows)))
         known = ~np.isnan(rewards_per_func[:real])
         self.rows.append(len(rewards_per_func))
@@ -28,7 +31,7 @@ class Evaluated:
         return real
 
     def mean(self, values: list[float], column: int = 0) -> list[float]:
-        """The mean of a metric over the rows that count, or over those of a column of `scored`; as it is if that is TRL's own."""
+        """Return the mean of a metric over the rows that count in a column of `scored`; as it is if that is TRL's own."""
         weights = np.array(self.scored)[:, column]
         counted = (weights > 0) & ~np.isnan(values)
         if len(set(weights)) == 1 or not counted.any():

@@ -1,13 +1,15 @@
 """
-Rolling out a plan: as many completions for each prompt as the controller asks for, in one round or several.
+Rolls out a plan: as many completions for each prompt as the controller asks for, in one round or several.
 
 `begin` asks for the first round, and `finish` for what is still needed. Only `finish` writes to the memory and communicates.
 """
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,10 @@ from ..plan.passes import Passes, Plan
 from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .comparing import Comparing
-from .controllers import Gate, RolloutController, ask, ask_more
-from .estimates import mean_over_full_batch, represented, uniform_sample
-from .payoff import GateGuard, gated
-from .settling import settle, unsettled, with_columns
+from .controllers import Gate, RolloutController, requested_counts, requested_prompts
+from .estimates import UniformSample, mean_over_full_batch, represented, uniform_sample
+from .gate_guard import GateGuard, guard_evidence
+from .group_rewards import score_groups, with_columns, without_reward
 from .signals import signals, total_rewards
 
 
@@ -34,8 +36,18 @@ logger = logging.getLogger(__name__)
 MAX_ROUNDS = 100
 """A controller that asks for more rounds than this does not end."""
 
-BALLOTS = "ballots."
+READINGS = "readings."
 """Held columns with what group rewards have read of each completion, by the column of the reward function."""
+
+WHOLE_GROUPS = (
+    "If it compares completions, set `compares_completions = True` on it and draw whole groups, as `strategy='exact'` and `'dapo'` do, and "
+    "a profile without `adaptive`. If the score of a completion depends on that completion alone, and perhaps on chance, set "
+    "`compares_completions = False`."
+)
+
+
+def _no_counts() -> np.ndarray:
+    return np.empty(0, dtype=np.int64)
 
 
 @dataclass
@@ -48,34 +60,41 @@ class Pending:
     request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
     step: int = 0  # optimizer steps so far
     ahead: LookAhead | None = None  # to the next round
-    counts: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (P,): completions asked for
-    owner: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # (B,): process of each completion
+    counts: np.ndarray = field(default_factory=_no_counts)  # (P,): completions asked for in the round under way
+    owner: np.ndarray = field(default_factory=_no_counts)  # (B,): process of each completion
     round: int = 0
     in_parts: bool = False  # whether the round under way brings a process a part of a group
-    rows_given_up: int = 0  # completions that were drawn in vain
-    evened_out: np.ndarray = field(default_factory=lambda: np.zeros(2, dtype=np.int64))  # surplus completions, tokens
-    # Prompt columns. `joined`: round in which the prompt was first planned; `given`: completions in round 0; `first`: in the prompt's own
-    # first round; `begun` and `finished`: chances, see `RolloutController.chances`, of that round and of a later one
-    joined: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    given: np.ndarray | None = None
-    first: np.ndarray | None = None
-    begun: np.ndarray | None = None
-    finished: np.ndarray | None = None
+    # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
+    joined: np.ndarray = field(default_factory=_no_counts)  # round in which the prompt was first planned
+    round0_counts: np.ndarray = field(default_factory=_no_counts)  # completions asked for in round 0
+    first_round_counts: np.ndarray = field(default_factory=_no_counts)  # in the first round that asked for some
+    start_probability: np.ndarray | None = None  # with which its first round has asked for completions
+    completion_probability: np.ndarray | None = None  # with which a later round has
 
-    def ask(self, counts: np.ndarray, chances: np.ndarray | None):
-        """Note what a round asks for, and with which chances."""
-        if chances is not None:
-            new, decided = self.joined == self.round, ~np.isnan(chances)
-            for name, which in (("begun", new & decided), ("finished", ~new & decided)):
-                if which.any():
-                    before = getattr(self, name)
-                    before = np.ones(len(new)) if before is None else _padded(before, len(new), 1.0)
-                    setattr(self, name, np.where(which, chances, before))
+    def record_request(self, counts: np.ndarray, probabilities: np.ndarray | None):
+        """Record what a round asks for, and the probabilities, see [`RolloutController.probabilities`], with which it does."""
+        if probabilities is not None:
+            has_joined, decided = self.joined == self.round, ~np.isnan(probabilities)
+            self.start_probability = _updated(self.start_probability, probabilities, has_joined & decided)
+            self.completion_probability = _updated(self.completion_probability, probabilities, ~has_joined & decided)
         if counts.any():
-            self.given = counts if self.given is None else self.given
-            first = _padded(counts[:0] if self.first is None else self.first, len(counts), 0)
-            self.first = np.where(first == 0, counts, first)
+            if not len(self.round0_counts):
+                self.round0_counts = counts
+            earlier = _padded(self.first_round_counts, len(counts), 0)
+            self.first_round_counts = np.where(earlier == 0, counts, earlier)
         self.counts = counts
+
+    def probabilities(self) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """
+        Return the probabilities with which chance has started each prompt and completed its group, shape `(P,)`; `None` where
+        it has decided nothing.
+        """
+        count = len(self.plan.rows)
+        start, completion = (
+            None if probability is None else _padded(probability, count, 1.0)
+            for probability in (self.start_probability, self.completion_probability)
+        )
+        return (np.ones(count) if start is None and completion is not None else start), completion
 
 
 @dataclass
@@ -91,173 +110,139 @@ class Rounds:
     comparing: Comparing
 
     def __post_init__(self):
-        self._told: set[str] = set()  # what was said once
+        self._warned: set[str] = set()
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
+
+    # ---- Begin ----
 
     def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
         """Ask for the first round of a plan."""
         rng = keyed_rng(self.args.seed, generation, "rollouts")
         pending = Pending(plan, generation, rng, step=engine.optimizer_step)
         pending.joined = np.zeros(plan.num_prompts, dtype=np.int64)
-        if self.passes.by_prompt:
-            self._ask(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
+        if self.passes.variable_group_size:
+            self._request_round(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
             pending.owner = self.passes.owners(int(pending.counts.sum()))
             pending.request = plan.inputs, self.args.num_generations, None
         return pending
 
+    def _request_round(self, pending: Pending, drawn: Batch, engine: Any):
+        """Ask for the completions that the controller wants next, if any, once some are `drawn`."""
+        prompts = self.known_prompts(pending, drawn)
+        counts = requested_counts(self.controller, pending.round, prompts, drawn, pending.rng)
+        probabilities = self.controller.probabilities(pending.round, prompts, drawn)
+        if probabilities is not None:
+            probabilities = np.where((counts > 0) | np.isnan(probabilities), probabilities, 0.0)
+        pending.record_request(counts, probabilities)
+        pending.in_parts = self._splits_groups(counts, drawn)
+        if pending.in_parts and self.comparing.columns:
+            raise self._needs_whole_groups(self.comparing.columns, "is marked as comparing completions", engine)
+        pending.request = pending.ahead = None
+        if counts.any():
+            self._set_request(pending, engine)
+            self._look_ahead(pending, drawn, engine)
+
+    def _set_request(self, pending: Pending, engine: Any):
+        """Load the rows whose completions this process is to make."""
+        counts = pending.counts
+        rows, common_divisor = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
+        pending.owner = owner = self._owners(counts)
+        inputs, at_once, wanted_rows = self.passes.load_local_share(rows, owner), common_divisor, None
+        if len(rows) != len(inputs) * self.accelerator.num_processes:
+            wanted_rows = owner * len(inputs) + places(owner)
+            if not engine.over_http:  # TRL's engines would take surplus rows for rows of a group
+                at_once = 1
+        pending.request = inputs, at_once, wanted_rows
+
+    def _look_ahead(self, pending: Pending, drawn: Batch, engine: Any):
+        """Let servers begin the next round of a group early, if the controller decides on each group by itself."""
+        counts = pending.counts
+        if not self.controller.by_group or counts.max() != np.gcd.reduce(counts):
+            return
+        reason = engine.waits_for
+        if reason is not None:
+            self._warn_once("rounds", "Groups wait for the slowest completion of each round: %s.", reason)
+        elif engine.over_http:
+            pending.ahead = LookAhead(self, pending, drawn, engine)
+
+    def known_prompts(self, pending: Pending, drawn: Batch) -> Prompts:
+        """Return what is known of the prompts of a batch once completions are `drawn`, with what a gate needs for its guard."""
+        count = drawn.num_groups
+        start = np.ones(count) if pending.start_probability is None else _padded(pending.start_probability, count, 1.0)
+        random_draws = keyed_rng(self.args.seed, pending.generation, "control").random(count)
+        known = self.state.prompts(drawn.prompt_ids, drawn).with_columns(joined=pending.joined)
+        return self.guard.with_guard_columns(known, random_draws, start)
+
+    def _owners(self, counts: np.ndarray) -> np.ndarray:
+        """Return the process of each row of a round, shape `(B,)`; that of a whole group if rewards compare completions."""
+        if not self.comparing.columns:
+            return self.passes.owners(int(counts.sum()))
+        return np.repeat(self.passes.owners(int(np.count_nonzero(counts))), counts[counts > 0])
+
+    def _splits_groups(self, counts: np.ndarray, drawn: Batch) -> bool:
+        """Return whether a round has parts of groups: fewer completions than a group has, further ones, or one group on two processes."""
+        parts = (counts > 0) & ((drawn.sizes > 0) | (counts < self.args.num_generations))
+        starts_of_shares = np.flatnonzero(np.diff(self._owners(counts))) + 1
+        return bool(parts.any() or not np.isin(starts_of_shares, counts.cumsum()).all())
+
+    # ---- Finish ----
+
     def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
         """
-        All rounds of a batch, scored; `None` if the controller asks for no completions. It may add prompts to the plan. The update
-        wants K = `wanted` groups.
+        Collect and score all rounds of a batch; `None` if the controller asks for no completions. It may add prompts to the plan. The
+        update wants K = `wanted` groups.
         """
         parts: list[Batch] = []
-        range_before = copy.copy(self.state.range)
         while pending.request is not None:
             if len(parts) == MAX_ROUNDS:
                 name = type(self.controller).__name__
                 raise ValueError(
                     f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch."
                 )
-            part = self._collect(pending, engine)
-            if part is None:
-                self._begin_again(pending, parts, engine)
-                parts, self.state.range = [], range_before
-                continue
-            parts.append(part)
-            if not self.passes.by_prompt:
-                return self._settled(parts[0], engine)
-            drawn = self._joined(parts, pending.plan, engine, final=False)
+            parts.append(self._collect(pending, engine))
+            if not self.passes.variable_group_size:
+                return self._with_group_rewards(parts[0], engine)
+            drawn = self._joined_rounds(parts, pending.plan, engine, final=False)
             pending.round += 1
             if self.controller.draws_prompts:
-                pending.plan = self._extended(pending, drawn, wanted)
+                pending.plan = self._extended_plan(pending, drawn, wanted)
                 drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
-            self._ask(pending, drawn, engine)
+            self._request_round(pending, drawn, engine)
         engine.rounds_ended()
         if not parts:
             return None
-        engine.forget_rounds(len(parts) - 1)  # metrics are those of the first one, as of uniform sampling
-        return self._with_estimates(self._joined(parts, pending.plan, engine, final=True), pending)
+        engine.forget_rounds(len(parts) - 1)  # TRL's metrics then cover the first round, as of uniform sampling
+        return self._with_estimates(self._joined_rounds(parts, pending.plan, engine, final=True), pending)
 
-    def _ask(self, pending: Pending, drawn: Batch, engine: Any):
-        """Ask for the completions that the controller wants next, if any."""
-        prompts = self.known(pending, drawn)
-        counts = ask(self.controller, pending.round, prompts, drawn, pending.rng)
-        chances = self.controller.chances(pending.round, prompts, drawn)
-        chances = None if chances is None else np.where((counts > 0) | np.isnan(chances), chances, 0.0)
-        if self.comparing.columns:
-            counts, chances = self._whole(counts, drawn, engine), None if pending.round else chances
-        pending.ask(counts, chances)
-        pending.in_parts = not self.comparing.columns and self._splits_groups(counts, drawn)
-        pending.request = pending.ahead = None
-        if counts.any():
-            rows, unit = np.repeat(pending.plan.rows, counts), int(np.gcd.reduce(counts))
-            pending.owner = owner = self._owners(counts)
-            inputs, at_once, asked = self.passes.local(rows, owner), unit, None
-            if len(rows) != len(inputs) * self.accelerator.num_processes:
-                asked = owner * len(inputs) + places(owner)
-                at_once = unit if engine.over_http else 1  # TRL's engines would take surplus rows for those of a group
-            pending.request = inputs, at_once, asked
-            if self.controller.by_group and counts.max() == unit and not self.comparing.columns:
-                reason = engine.waits_for
-                if engine.over_http and reason is None:
-                    pending.ahead = LookAhead(self, pending, drawn, engine)
-                elif reason is not None:
-                    self._tell("rounds", "Groups wait for the slowest completion of each round: %s.", reason)
-
-    def _tell(self, what: str, message: str, *args: Any):
-        """Warn of something the first time."""
-        if what not in self._told:
-            self._told.add(what)
-            logger.warning(message, *args)
-
-    def _whole(self, counts: np.ndarray, drawn: Batch, engine: Any) -> np.ndarray:
-        """What a round asks for if a reward compares completions: the whole group of each prompt, in its first round."""
-        whole = np.where((counts > 0) & (drawn.sizes == 0), np.maximum(counts, self.args.num_generations), 0)
-        self.guard.on, self.guard.draws_whole = False, True
-        if (whole != counts).any():
-            self._tell(
-                "whole",
-                "%s compares the completions of a group: every group is drawn whole, in one round, and `%s` saves no completions of "
-                "it. If the score of each completion depends on that completion alone (and perhaps on chance), set "
-                "`compares_completions = False` on the function.",
-                " and ".join(f"`{engine.reward_names[column]}`" for column in self.comparing.columns),
-                type(self.controller).__name__,
-            )
-        return whole
-
-    def _splits_groups(self, counts: np.ndarray, drawn: Batch) -> bool:
-        """Whether a round has parts of groups: fewer completions than a group has, further ones, or one group on two processes."""
-        parts = (counts > 0) & ((drawn.sizes > 0) | (counts < self.args.num_generations))
-        shares = np.flatnonzero(np.diff(self._owners(counts))) + 1
-        return bool(parts.any() or not np.isin(shares, counts.cumsum()).all())
-
-    def _compares(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any) -> bool:
-        """Whether a reward function is found to compare completions: some of a round, with `scores` `(B, F)`, are scored alone."""
-        asked = self.comparing.asked(pending.generation)
-        group = np.repeat(np.arange(len(pending.counts)), pending.counts)
-        of_processes = [np.flatnonzero(pending.owner == rank) for rank in range(self.accelerator.num_processes)]
-        if (rows := self.comparing.rows(asked, scores, group, of_processes)) is not None:
-            own = places(pending.owner)[rows[:, self.accelerator.process_index]]
-            alone = np.array([engine.scored_alone(held, int(row), asked) for row in own])
-            self.comparing.see(asked, scores[rows][..., asked], alone)
-        return bool(self.comparing.columns)
-
-    def _begin_again(self, pending: Pending, parts: list[Batch], engine: Any):
-        """Give up the rounds of a batch so far, in which a reward that compares completions got parts of groups."""
-        engine.rounds_ended()
-        engine.forget_rounds(len(parts) + 1, noted=True)
-        begun, kept = self.begin(pending.plan, engine, pending.generation), ("step", "evened_out")
-        given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
-        vars(pending).update(vars(begun) | {name: getattr(pending, name) for name in kept}, rows_given_up=given_up)
-
-    def cannot_look_ahead(self, error: Exception):
-        """Say once, in words, that a reward function has failed when the next round was looked ahead to."""
-        self._tell(
-            "rounds",
-            "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
-            "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
-            "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
-            *(" ".join(getattr(error, "__notes__", ())), type(error).__name__, error),
-        )
-
-    def known(self, pending: Pending, drawn: Batch) -> Prompts:
-        """What is known of the prompts of a batch once completions are `drawn`, and what its guard wants."""
-        count = drawn.num_groups
-        begun = np.ones(count) if pending.begun is None else _padded(pending.begun, count, 1.0)
-        lots = keyed_rng(self.args.seed, pending.generation, "control").random(count)
-        known = self.state.prompts(drawn.prompt_ids, drawn).with_columns(joined=pending.joined)
-        return self.guard.told(known, lots, begun)
-
-    def _collect(self, pending: Pending, engine: Any) -> Batch | None:
+    def _collect(self, pending: Pending, engine: Any) -> Batch:
         """
-        The completions of a round, judged and known to all processes; `None` if a reward that got parts of groups compares completions.
-        Their scores enter the range of the run, unless they are still to be settled.
+        Return the scored completions of a round, those of all processes. Their scores enter the range of the run, unless rewards of whole
+        groups are missing.
         """
-        may_fail = self.comparing.asked(pending.generation) if pending.in_parts else []
-        held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead, may_fail)
+        is_checked = pending.in_parts and bool(self.comparing.unknown)
+        with _whole_groups_suggested() if is_checked else nullcontext():
+            held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
-        if (asked := pending.request[2]) is not None:  # what evens out the processes ends here: nothing else sees it
-            tokens = np.delete(columns["prompt_tokens"] + columns["completion_tokens"], asked)
-            if not engine.over_http:
-                pending.evened_out += (len(tokens), tokens.sum())
-            columns = {name: values[asked] for name, values in columns.items()}
-            rewards_per_func = rewards_per_func[torch.from_numpy(asked).to(rewards_per_func.device)]
+        wanted_rows = pending.request[2]
+        if wanted_rows is not None:  # surplus rows end here: nothing else sees them
+            columns = {name: values[wanted_rows] for name, values in columns.items()}
+            rewards_per_func = rewards_per_func[torch.from_numpy(wanted_rows).to(rewards_per_func.device)]
         per_func = rewards_per_func.cpu().numpy()
-        if pending.in_parts and self._compares(pending, held, per_func, engine):
-            return None
-        if any(name.startswith(BALLOTS) for name in held):  # nothing is known before groups are settled
-            judged = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
+        if is_checked:
+            self._check_alone(pending, held, per_func, engine)
+        if any(name.startswith(READINGS) for name in held):  # rewards of whole groups are still missing
+            scored = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
         else:
-            judged = self.judge(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
-            self._observe(judged["scores"])
+            scored = self.score(rewards_per_func, engine.reward_weights, int(np.gcd.reduce(pending.counts)))
+            self._update_range(scored["scores"])
         batch = Batch.of(
             prompts_of_groups(columns.pop(ID_COLUMN), group, len(pending.counts)),
             group,
-            self.state.range.outcomes(judged["scores"]),
-            **judged,
+            self.state.range.outcomes(scored["scores"]),
+            **scored,
             **columns,
             rewards_per_func=per_func,
             owner=pending.owner,
@@ -265,119 +250,46 @@ class Rounds:
         )
         return replace(batch, held=held)
 
-    def _joined(self, parts: list[Batch], plan: Plan, engine: Any, final: bool) -> Batch:
-        """The rounds of a batch as one. A later round may have changed the range that outcomes are scaled from."""
+    def _joined_rounds(self, parts: list[Batch], plan: Plan, engine: Any, final: bool) -> Batch:
+        """Join the rounds of a batch. A later round may have changed the range that outcomes are scaled from."""
         batch = Batch.join(parts, Table(prompt_ids=self.passes.ids_of(plan.rows)))
-        return self._settled(batch.with_rows(outcomes=self.state.range.outcomes(batch.scores)), engine, final)
+        batch = batch.with_rows(outcomes=self.state.range.outcomes(batch.scores))
+        return self._with_group_rewards(batch, engine, final)
 
-    def _settled(self, batch: Batch, engine: Any, final: bool = True) -> Batch:
-        """
-        A batch with the rewards of its whole groups, if there are such rewards. Unless it is `final`, the range of scores stays as
-        it was; and a controller that may still add completions to a group sees as signals what the votes would be worth if
-        they were enough.
-        """
-        columns = {
-            int(name.removeprefix(BALLOTS)): values for name, values in batch.held.items() if name.startswith(BALLOTS)
-        }
-        if not columns:
-            return batch
-        ballots = {column: batch.gathered(values) for column, values in columns.items()}
-        rewards, weights, group = engine.group_rewards, engine.reward_weights.cpu(), batch.group
-        votes = batch.failed == 0 if "failed" in batch.rows else np.ones(len(group), dtype=bool)
-        settled, metrics = settle(rewards, ballots, group, votes, self.accelerator)
-        per_func = with_columns(torch.from_numpy(batch.rewards_per_func), settled)
-        judged = self.judge(per_func, weights, self.args.num_generations, list(rewards))
-        if final:
-            self._observe(judged["scores"])
-            outcomes = self.state.range.outcomes(judged["scores"])
-        else:
-            seen = copy.copy(self.state.range)
-            seen.observe(judged["scores"])
-            outcomes = seen.outcomes(judged["scores"])
-        batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **judged)
-        if not (final or self.controller.draws_prompts):
-            settled, _ = settle(rewards, ballots, group, votes, self.accelerator, final=False)
-            counted = with_columns(per_func, settled)
-            totals = total_rewards(counted, weights)
-            totals[unsettled(counted, weights, list(rewards))] = torch.nan
-            batch = batch.with_rows(signals=totals.double().numpy())
-        if not final:
-            return batch
-        for name, value in metrics.items():
-            engine.metrics[name].append(value)
-        batch.held = {name: values for name, values in batch.held.items() if not name.startswith(BALLOTS)}
-        return batch
-
-    def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
-        """
-        A batch with what the full batch, and one of uniform sampling, would have been; without prompts that got no completion.
-        Prompts that joined late are certain.
-        """
-        count, columns = batch.num_groups, vars(pending)
-        given, first = (_padded(columns[name], count, 0) for name in ("given", "first"))
-        begun, finished = (
-            None if columns[name] is None else _padded(columns[name], count, 1.0) for name in ("begun", "finished")
-        )
-        chances = begun if finished is None else finished
-        if isinstance(self.controller, Gate) and begun is not None:
-            seen = gated(self.controller, self.state, batch, begun, finished)
-            self.guard.see(batch, *seen, self.controller.group_size)
-        none = batch.prompt_ids[first == 0]
-        live = None
-        if finished is not None:
-            live = np.zeros(count)
-            live[first > 0] = self.guard.stopped.live(batch.alive[first > 0], finished[first > 0])
-        known = self.state.mean_scores(none), self.state.prompts(none).alive
-        sample = uniform_sample(batch, given, live, *known, pending.joined)
-        weights = np.ones(count) if begun is None else represented(np.ones(count), begun)
-        has_rows = first > 0
-        if chances is not None:
-            batch = batch.with_prompts(chances=chances, begun=np.ones(count) if begun is None else begun)
-        batch = batch.without_empty_groups()
-        first, weights = first[has_rows], weights[has_rows]
-        mean = mean_over_full_batch(batch.loss_tokens, batch.group, first, weights)
-        if finished is not None:
-            finished = finished[has_rows]
-            weights = represented(weights, finished)
-        batch.facts |= {"uniform": sample, "mean_tokens": mean, "evened_out": pending.evened_out}
-        batch.facts |= {"unbegun": pending.plan.rows[~has_rows], "finished": finished}
-        return batch.with_prompts(weights=weights)
-
-    def _extended(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
+    def _extended_plan(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
+        """Return the plan with the further prompts that the controller asks for."""
         plan = pending.plan
-        further = ask_more(self.controller, pending.round, self.known(pending, drawn), drawn, wanted)
+        prompts = self.known_prompts(pending, drawn)
+        further = requested_prompts(self.controller, pending.round, prompts, drawn, wanted)
         if further == 0:
             return plan
-        more = self.passes.further(further, plan.rows)
+        more = self.passes.plan_next(further, plan.rows)
         pending.joined = _padded(pending.joined, len(plan.rows) + len(more.rows), pending.round)
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
         return replace(plan, rows=rows, skipped=skipped)
 
-    def _owners(self, counts: np.ndarray) -> np.ndarray:
-        """Process of each row of a round, shape `(B,)`; that of a whole group if rewards compare completions."""
-        if not self.comparing.columns:
-            return self.passes.owners(int(counts.sum()))
-        return np.repeat(self.passes.owners(int(np.count_nonzero(counts))), counts[counts > 0])
+    # ---- Rewards ----
 
-    def judge(
+    def score(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()
     ) -> dict[str, np.ndarray]:
         """
-        What rewards of shape `(B, F)` say of completions: `rewards` (totals), `signals` and `scores`, each of shape `(B,)`. Each
-        group has `group_size` completions if rewards are normalised within it. `of_groups` are the columns of group rewards.
+        Return the row columns that follow from rewards of shape `(B, F)`: `rewards` (totals), `signals` and `scores`, each of shape
+        `(B,)`. Each group has `group_size` completions if rewards are normalised within it. `of_groups` are the columns of group rewards.
         """
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)
         compared = signals(rewards_per_func, weights, self.args.multi_objective_aggregation, group_size)
         if of_groups:
-            absent = unsettled(rewards_per_func, weights, of_groups)
+            absent = without_reward(rewards_per_func, weights, of_groups)
             totals[absent] = compared[absent] = torch.nan
         total, signal, per_func = (x.cpu().double().numpy() for x in (totals, compared, rewards_per_func))
         scores = self.rule.scores(per_func, total)
         return {"scores": scores, "rewards": total, "signals": scores if self.args.alive == "outcome" else signal}
 
-    def _observe(self, scores: np.ndarray):
-        if no_longer_solved := self.state.observe(scores):
+    def _update_range(self, scores: np.ndarray):
+        """Enter scores into the range of the run, and say if prompts are not solved any more by it."""
+        if no_longer_solved := self.state.update_range(scores):
             logger.warning(
                 "A total reward of %s is above the range of the latest ones, so %d prompts that counted as solved do not any more. "
                 "Set `reward_range` if the range of your rewards is known.",
@@ -385,14 +297,162 @@ class Rounds:
                 no_longer_solved,
             )
 
+    def _with_group_rewards(self, batch: Batch, engine: Any, final: bool = True) -> Batch:
+        """
+        Add the rewards of whole groups, if there are such rewards. Unless they are `final`, they change no range, and a controller that
+        may still add completions gets other signals, see [`_signals_so_far`].
+        """
+        readings = {
+            int(name.removeprefix(READINGS)): batch.gathered(values)
+            for name, values in batch.held.items()
+            if name.startswith(READINGS)
+        }
+        if not readings:
+            return batch
+        weights, has_episode = engine.reward_weights.cpu(), np.ones(batch.num_rows, dtype=bool)
+        if "failed" in batch.rows:
+            has_episode = batch.failed == 0
+        score_all = partial(score_groups, engine.group_rewards, readings, batch.group, has_episode, self.accelerator)
+        of_groups, metrics = score_all()
+        per_func = with_columns(torch.from_numpy(batch.rewards_per_func), of_groups)
+        scored = self.score(per_func, weights, self.args.num_generations, list(of_groups))
+        outcomes = self._outcomes(scored["scores"], final)
+        batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **scored)
+        if final:
+            for name, value in metrics.items():
+                engine.metrics[name].append(value)
+            batch.held = {name: values for name, values in batch.held.items() if not name.startswith(READINGS)}
+        elif not self.controller.draws_prompts:
+            of_groups, _ = score_all(final=False)
+            batch = batch.with_rows(
+                signals=_signals_so_far(with_columns(per_func, of_groups), weights, list(of_groups))
+            )
+        return batch
+
+    def _outcomes(self, scores: np.ndarray, final: bool) -> np.ndarray:
+        """Scale the scores of a batch by the range that includes them; unless they are `final`, the range of the run stays as it was."""
+        if final:
+            self._update_range(scores)
+            return self.state.range.outcomes(scores)
+        with_these = copy.copy(self.state.range)
+        with_these.observe(scores)
+        return with_these.outcomes(scores)
+
+    def _check_alone(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any):
+        """Score some completions of a round alone. A `ValueError` if their scores, shape `(B, F)`, were others in the round."""
+        unknown = self.comparing.unknown
+        group = np.repeat(np.arange(len(pending.counts)), pending.counts)
+        rows_of_processes = [np.flatnonzero(pending.owner == rank) for rank in range(self.accelerator.num_processes)]
+        rows = self.comparing.sampled_rows(unknown, scores, group, rows_of_processes)
+        if rows is None:
+            return
+        own = places(pending.owner)[rows[:, self.accelerator.process_index]]
+        with _whole_groups_suggested():
+            alone = np.array([engine.scored_alone(held, int(row), unknown) for row in own])
+        if failed := self.comparing.check(unknown, scores[rows][..., unknown], alone):
+            raise self._needs_whole_groups(failed, "scores a completion otherwise when it is alone", engine)
+
+    def _needs_whole_groups(self, columns: Sequence[int], why: str, engine: Any) -> ValueError:
+        """Return the error that says why some reward functions need whole groups, and what to do."""
+        names = " and ".join(f"`{engine.reward_names[column]}`" for column in columns)
+        return ValueError(
+            f"The reward function {names} {why}, and `{type(self.controller).__name__}` draws groups in parts. {WHOLE_GROUPS}"
+        )
+
+    # ---- Estimates ----
+
+    def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
+        """
+        Add what the full batch, and one of uniform sampling, would have been, and leave out prompts that got no completion. Prompts that
+        joined late are certain.
+        """
+        count = batch.num_groups
+        first_counts = _padded(pending.first_round_counts, count, 0)
+        has_rows, (start, completion) = first_counts > 0, pending.probabilities()
+        if isinstance(self.controller, Gate) and start is not None:
+            evidence = guard_evidence(self.controller, self.state, batch, start, completion)
+            self.guard.update(batch, *evidence, self.controller.group_size)
+        sample = self._uniform_sample(batch, pending, has_rows, completion)
+        prompt_weights = np.ones(has_rows.sum())
+        if start is not None:
+            known = start if completion is None else completion
+            batch = batch.with_prompts(start_probability=start, completion_probability=known)
+            prompt_weights = represented(np.ones(count), start)[has_rows]
+        batch = batch.without_empty_groups()
+        mean_tokens = mean_over_full_batch(batch.loss_tokens, batch.group, first_counts[has_rows], prompt_weights)
+        group_weights = prompt_weights
+        if completion is not None:
+            completion = completion[has_rows]
+            group_weights = represented(prompt_weights, completion)
+        batch.facts |= {"uniform": sample, "mean_tokens": mean_tokens}
+        batch.facts |= {"unbegun": pending.plan.rows[~has_rows], "finished": completion}
+        return batch.with_prompts(weights=group_weights)
+
+    def _uniform_sample(
+        self, batch: Batch, pending: Pending, has_rows: np.ndarray, completion: np.ndarray | None
+    ) -> UniformSample:
+        """Estimate what uniform sampling would have seen; groups were completed with these probabilities, `None` for all."""
+        live = None
+        if completion is not None:
+            live = np.zeros(batch.num_groups)
+            live[has_rows] = self.guard.stopped.live(batch.alive[has_rows], completion[has_rows])
+        others = batch.prompt_ids[~has_rows]
+        known_of_others = self.state.mean_scores(others), self.state.prompts(others).alive
+        round0_counts = _padded(pending.round0_counts, batch.num_groups, 0)
+        return uniform_sample(batch, round0_counts, live, *known_of_others, pending.joined)
+
+    # ---- Warnings ----
+
+    def _warn_once(self, what: str, message: str, *args: Any):
+        """Warn of something the first time."""
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning(message, *args)
+
+    def cannot_look_ahead(self, error: Exception):
+        """Warn once that a reward function has failed while the round was under way, and say what to do."""
+        self._warn_once(
+            "rounds",
+            "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
+            "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
+            "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
+            *(" ".join(getattr(error, "__notes__", ())), type(error).__name__, error),
+        )
+
+
+@contextmanager
+def _whole_groups_suggested() -> Iterator[None]:
+    """Add to the error of a reward function, which got a part of a group, what to do if it needs whole ones."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "__notes__", ()):  # which names the function
+            error.add_note(f"It was called with a part of a group. {WHOLE_GROUPS}")
+        raise
+
+
+def _signals_so_far(rewards: torch.Tensor, weights: torch.Tensor, of_groups: Sequence[int]) -> np.ndarray:
+    """Return the total rewards, shape `(B,)`, of groups that may still grow, as if they had completions enough."""
+    totals = total_rewards(rewards, weights)
+    totals[without_reward(rewards, weights, of_groups)] = torch.nan
+    return totals.double().numpy()
+
 
 def gathered_columns(numbers: dict[str, np.ndarray], accelerator: Accelerator) -> dict[str, np.ndarray]:
-    """Numbers of the rows of every process, int64 or float64 of shape `(n_local,)`, for all processes: one gather for all columns."""
+    """Gather numbers of the rows of every process, int64 or float64 of shape `(n_local,)`, in one call for all columns."""
     table = np.stack([column.view(np.int64) for column in numbers.values()], axis=1)
     columns = accelerator.gather(torch.tensor(table, device=accelerator.device)).cpu().numpy().T  # (columns, B)
     return {name: c.copy().view(own.dtype) for (name, own), c in zip(numbers.items(), columns, strict=True)}
 
 
 def _padded(values: np.ndarray, length: int, value: float) -> np.ndarray:
-    """The values, extended to a length by another one."""
+    """Extend values to a length by another one."""
     return np.pad(values, (0, length - len(values)), constant_values=value)
+
+
+def _updated(before: np.ndarray | None, values: np.ndarray, where: np.ndarray) -> np.ndarray | None:
+    """Replace probabilities, 1 where none was known before, by other values at some places."""
+    if not where.any():
+        return before
+    known = np.ones(len(values)) if before is None else _padded(before, len(values), 1.0)
+    return np.where(where, values, known)

@@ -33,7 +33,7 @@ class SamplingWatch(LogitsProcessor):
             self._lost = True  # continuous batching gives the tokens of all requests in one row
         else:
             if self._scores is not None:
-                self._sampled.append(self._of(self._scores, input_ids[:, -1]))
+                self._sampled.append(self._with_logprobs(self._scores, input_ids[:, -1]))
             self._scores = scores
         return scores
 
@@ -41,10 +41,10 @@ class SamplingWatch(LogitsProcessor):
         self._lost, self._scores, self._sampled = False, None, []
 
     def end(self, sequences: torch.Tensor):
-        """The generation has ended, with these tokens, shape `(n, length)`."""
+        """End a generation, with these tokens, shape `(n, length)`."""
         turn = None
         if not self._lost and self._scores is not None and len(self._scores) == len(sequences):
-            sampled = [*self._sampled, self._of(self._scores, sequences[:, -1])]
+            sampled = [*self._sampled, self._with_logprobs(self._scores, sequences[:, -1])]
             tokens, logprobs = (torch.stack(values, dim=1).tolist() for values in zip(*sampled, strict=True))
             turn = list(zip(tokens, logprobs, strict=True))
         self._turns.append(turn)
@@ -54,11 +54,12 @@ class SamplingWatch(LogitsProcessor):
         self, completion_ids: list[list[int]], masks: list[list[int]] | None = None
     ) -> list[list[float]] | None:
         """
-        Of each token of the completions that was generated, which is 1 in its mask. An answer to a tool's result is a generation of its
-        own, of the completions that have one. `None` if others were generated: by an engine that cannot be watched, or in an order of its own.
+        Return the log-probability of each generated token of the completions, which has 1 in its mask. An answer to a
+        tool's result is a generation of its own, of the completions that have one. `None` if others were generated: by
+        an engine that cannot be watched, or in an order of its own.
         """
         masks = masks or [[1] * len(ids) for ids in completion_ids]
-        turns = [_turns(ids, mask) for ids, mask in zip(completion_ids, masks, strict=True)]
+        turns = [_generated_turns(ids, mask) for ids, mask in zip(completion_ids, masks, strict=True)]
         if max(map(len, turns), default=0) != len(self._turns):
             return None
         found: list[list[float]] = [[] for _ in turns]
@@ -73,14 +74,17 @@ class SamplingWatch(LogitsProcessor):
                 found[row] += logprobs[: len(ids)]
         return found
 
-    def _of(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens that were sampled by these scores, shape `(n,)`, and their log-probabilities."""
+    def _with_logprobs(self, scores: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens that were sampled by these scores, shape `(n,)`, and their log-probabilities."""
         scores = scores.float()
         return tokens, scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
 
 
-def _turns(ids: list[int], mask: list[int]) -> list[list[int]]:
-    """Tokens that the model generated, before, between and after the results of tools; nothing where an answer was cut off whole."""
+def _generated_turns(ids: list[int], mask: list[int]) -> list[list[int]]:
+    """
+    Return the tokens that the model generated, before, between and after the results of tools; nothing where an answer
+    was cut off whole.
+    """
     turns: list[list[int]] = [[]]
     for generated, run in groupby(zip(ids, mask, strict=True), key=lambda token: bool(token[1])):
         if generated:

@@ -18,9 +18,9 @@ _SMALLEST_DEVIATION = 1e-4  # of REINFORCE++: σ² is at least 1e-8
 
 def normalised_over_tokens(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """
-    REINFORCE++: (x − μ)/max(σ, 1e-4) of every completion, with μ and σ over all tokens, each having the value of its
-    completion: μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L for completions of L `tokens`. NaN is left out and gives 0; all are 0
-    where the values do not differ.
+    Return REINFORCE++'s (x − μ)/max(σ, 1e-4) of every completion, with μ and σ over all tokens, each having the value
+    of its completion: μ = Σ L·x/Σ L and σ² = Σ L·(x − μ)²/Σ L for completions of L `tokens`. NaN is left out and gives
+    0; all are 0 where the values do not differ.
     """
     some = ~np.isnan(values) & (tokens > 0)
     if not some.any() or np.ptp(values[some]) == 0.0:  # their mean may differ from them in its last bit
@@ -34,7 +34,7 @@ def group_advantages(
     rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale, weights: np.ndarray | None = None
 ) -> np.ndarray:
     """
-    GRPO: reward minus the mean of the group, divided by (σ + 1e-4) where scaled; float64.
+    Return GRPO's advantages: reward minus the mean of the group, divided by (σ + 1e-4) where scaled; float64.
 
     For groups of equal size this is TRL's `multi_objective_aggregation="sum_then_normalize"` and `scale_rewards`. `rewards`
     are totals of all completions drawn, NaN where unknown. Exactly 0 there, and where the known rewards of a group are equal.
@@ -49,8 +49,8 @@ def group_advantages(
 
 def zero_std_share(rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale) -> float:
     """
-    TRL's metric `frac_reward_zero_std`: share of the completions whose σ is zero, that of the group unless `scale` is
-    `"batch"`. With fewer than two known rewards, σ is undefined and does not count as zero.
+    Return TRL's metric `frac_reward_zero_std`: share of the completions whose σ is zero, that of the group unless
+    `scale` is `"batch"`. With fewer than two known rewards, σ is undefined and does not count as zero.
     """
     return float(np.isclose(_deviations(rewards, group, num_groups, scale), 0.0).mean())
 
@@ -58,7 +58,7 @@ def zero_std_share(rewards: np.ndarray, group: np.ndarray, num_groups: int, scal
 def _deviations(
     rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale, weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """σ with Bessel's correction for each row; NaN where fewer than two rewards are known."""
+    """Return σ with Bessel's correction for each row; NaN where fewer than two rewards are known."""
     known = ~np.isnan(rewards)
     if scale == "batch":
         counts = np.ones(known.sum()) if weights is None else weights[known]

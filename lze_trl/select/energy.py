@@ -6,28 +6,28 @@ from ..batch import Batch, Table, differ, extremes, group_mean, group_variance
 
 
 def anchor(first_pass_rates: np.ndarray, difficulty_floor: float = 0.05) -> np.ndarray:
-    """Initial-difficulty anchor D = max(1 − p⁽⁰⁾, d_min), shape `(P,)`."""
+    """Return the initial-difficulty anchor D = max(1 − p⁽⁰⁾, d_min), shape `(P,)`."""
     return np.maximum(1.0 - first_pass_rates, difficulty_floor)
 
 
 def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
     """
-    Outcome uncertainty u, four times the variance of the outcomes of each group, shape `(P,)`: 4·p·(1 − p) for passes and
-    fails. Exactly 0 if all scored outcomes are equal.
+    Return the outcome uncertainty u, four times the variance of the outcomes of each group, shape `(P,)`: 4·p·(1 − p)
+    for passes and fails. Exactly 0 if all scored outcomes are equal.
     """
     uncertainty = 4.0 * group_variance(outcomes, group, num_groups)
     return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
 
 
 def pass_rate_momentum(pass_rates: np.ndarray, ema: np.ndarray) -> np.ndarray:
-    """Momentum m = min(2·|p − μ|, 1), shape `(P,)`, with μ the moving average *before* this visit."""
+    """Return the momentum m = min(2·|p − μ|, 1), shape `(P,)`, with μ the moving average *before* this visit."""
     return np.minimum(2.0 * np.abs(pass_rates - ema), 1.0)
 
 
 def energy(
     difficulty: np.ndarray, uncertainty: np.ndarray, momentum: np.ndarray, momentum_weight: float = 0.3
 ) -> np.ndarray:
-    """Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`."""
+    """Return the Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`."""
     return difficulty * uncertainty * (1.0 + momentum_weight * momentum)
 
 
@@ -45,7 +45,7 @@ def score_groups(
     Score every group of a generation batch. A group without a scored completion has pass rate NaN and energy 0.
 
     Arrays have shape `(P,)`: pass rate at the first visit and moving average (NaN before the first visit), number of visits,
-    and whether this visit is a re-check of a pruned prompt. With `named_outcome`, the outcomes alone say what is solved.
+    and whether this visit is a re-check of a pruned prompt. With `named_outcome`, the outcomes alone decide what is solved.
     """
     num_groups, group = rollouts.num_groups, rollouts.group
     alive, pass_rates = rollouts.alive, group_mean(rollouts.outcomes, group, num_groups)

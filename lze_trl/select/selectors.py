@@ -21,19 +21,19 @@ class Selector(ABC):
     @abstractmethod
     def select(self, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
         """
-        Distinct indices of the chosen groups, shape `(≤ P,)`. The selection ratio asks for `k` of them; `rng` gives the same
-        numbers on every process.
+        Return distinct indices of the chosen groups, shape `(≤ P,)`. The selection ratio asks for `k` of them; `rng`
+        gives the same numbers on every process.
         """
 
 
 def quota(ratio: float, num_groups: int) -> int:
-    """K = ρ·P rounded to the nearest integer (halves up), at least 1."""
+    """Return K = ρ·P rounded to the nearest integer (halves up), at least 1."""
     # 0.29 · 50 is 14.499999999999998 in binary; the user means the decimal value
     return max(1, math.floor(round(ratio * num_groups, 9) + 0.5))
 
 
 def top_k(scores: np.ndarray, eligible: np.ndarray, k: int) -> np.ndarray:
-    """Ascending indices of the `k` eligible groups with the highest scores, or fewer. Ties go to the lower index."""
+    """Return ascending indices of the `k` eligible groups with the highest scores, or fewer. Ties go to the lower index."""
     candidates = np.flatnonzero(eligible)
     order = np.argsort(-scores[candidates], kind="stable")
     return np.sort(candidates[order[:k]])
@@ -99,7 +99,7 @@ def make_selector(name: str, gumbel_scale: float = 0.05) -> Selector:
 
 
 def choose(selector: Selector, groups: Table, k: int, rng: np.random.Generator) -> np.ndarray:
-    """`selector.select`, checked: whether each group is chosen, shape `(P,)`, bool."""
+    """Call `selector.select` and check its answer: whether each group is chosen, shape `(P,)`, bool."""
     indices = np.asarray(selector.select(groups, k, rng))
     valid = indices.ndim == 1 and (indices.dtype.kind in "iu" or not indices.size)
     if not valid or not np.isin(indices, np.arange(len(groups))).all() or len(np.unique(indices)) < len(indices):
@@ -119,7 +119,7 @@ def choose_groups(
     make_rng: Callable[[], np.random.Generator],
 ) -> np.ndarray:
     """
-    The groups of a generation batch to train on, shape `(P,)`, bool.
+    Choose the groups of a generation batch to train on, shape `(P,)`, bool.
 
     `loss_tokens` counts the tokens of each group that the loss covers. With `fills_update`, prompts were drawn until `k`
     groups were alive: only live groups are chosen, at most `k`. Each generator of `make_rng` has the same numbers.

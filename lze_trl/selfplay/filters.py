@@ -1,8 +1,8 @@
 """
-Which texts are problems that can be trained on. Each rejection has a reason.
+Rejects texts that cannot be trained on as problems, each with a reason.
 
-They are the filters of SeRL (arXiv 2505.20347), except that figures are recognised by what points at one and not by single words
-("draw", "map", "file"), and that texts that hold a solution, several questions, no question or a proof are refused as well.
+These are the filters of SeRL (arXiv 2505.20347), except that figures are recognised by phrases that refer to one, not by single words
+("draw", "map", "file"), and that texts with a solution, several questions, no question or a proof are rejected as well.
 """
 
 import re
@@ -14,8 +14,8 @@ from .templates import Item
 
 
 MIN_TOKENS, MAX_WORDS = 4, 150
-"""Published are 4 words, by which "Factor $t^2-49$." is too short."""
-_ASCII_LETTERS = 0.8  # least share of them, of all letters
+"""The published filter wants 4 words, so "Factor $t^2-49$." would be too short."""
+_MIN_ASCII_SHARE = 0.8  # of all letters
 
 _FIGURE = re.compile(
     r"\[/?asy\]|\\includegraphics|!\[|<img|\\begin\{(?:tikzpicture|picture|figure)\}"
@@ -38,7 +38,7 @@ _SOLUTION = re.compile(
 _PROOF = re.compile(
     r"(?:^|[.?!;]\s+|\band\s+|\bthen\s+)(?:prove|disprove|show|verify|demonstrate|justify)\b(?! work)", re.IGNORECASE
 )
-# What a text asks for besides a proof
+# Signs that a text asks for more than a proof
 _AND_ASKS = re.compile(
     r"\?|(?:^|[.;]\s+|\band\s+|\bthen\s+)(?:find|compute|evaluate|determine|calculate|solve|express)\b", re.IGNORECASE
 )
@@ -64,7 +64,7 @@ _DANGLING = re.compile(
 
 
 def reason_to_reject(item: Item) -> str | None:
-    """Why a text cannot be used: the first reason that applies, `None` if there is none."""
+    """Return why a text cannot be used, by the first reason that applies; `None` if none does."""
     return next((reason for reason, applies in REASONS.items() if applies(item, item.text)), None)
 
 
@@ -77,7 +77,7 @@ def _unfinished(item: Item, text: str) -> bool:
 
 def _foreign(item: Item, text: str) -> bool:
     letters = [character for character in text if character.isalpha()]
-    return sum(letter.isascii() for letter in letters) < _ASCII_LETTERS * len(letters)
+    return sum(letter.isascii() for letter in letters) < _MIN_ASCII_SHARE * len(letters)
 
 
 REASONS: dict[str, Callable[[Item, str], Any]] = {

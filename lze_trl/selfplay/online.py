@@ -21,14 +21,14 @@ from .writer import Generator, InstructError, Seeds, Writer
 
 @dataclass(frozen=True)
 class Instruction:
-    """Seeds, prompt style and generator of a training that writes its own problems."""
+    """What a training that writes its own problems begins with."""
 
     seeds: Seeds
     style: PromptStyle  # how prompts are written around problems
     generator: Generator | None = None  # writes problems in place of the policy
 
     def writer(self, args: Any) -> Writer:
-        """The writer with the settings of a [`LZEGRPOConfig`]."""
+        """Make the writer with the settings of a [`LZEGRPOConfig`]."""
         settings = SelfPlaySettings(**args.self_play)
         return Writer(settings, self.seeds, args.seed, self.style.conversational, self.generator)
 
@@ -44,10 +44,8 @@ class Instruction:
 
 class OnlineInstruction:
     """
-    Fills a pool of problems by the policy, or by the generator of an [`Instruction`]; without one, the prompts of `dataset` are the
-    seeds. The pool is saved in checkpoints, so no problem is accepted twice in a run. The main process filters, all have the pool.
-
-    `args` is the [`LZEGRPOConfig`] of the run.
+    Fills a pool with problems of the policy, or of an instruction's generator. Without an [`Instruction`], the prompts of `dataset` are
+    the seeds. The pool is saved in checkpoints, so no problem is accepted twice in a run. Every process has it; the main one filters.
     """
 
     def __init__(self, args: Any, instruction: Instruction | None, dataset: Dataset, accelerator: Accelerator):
@@ -65,10 +63,11 @@ class OnlineInstruction:
         shared: list[Any] = [None]
         with nullcontext() if self.writer.generator else policy() as engine:
             if self._accelerator.is_main_process:
-                proved = self.pool.rows["text"][self.pool.rows["alive"]].tolist()
+                own_problems = self.pool.rows["text"][self.pool.rows["alive"]].tolist()
                 ask = engine.generate if engine else None
                 try:
-                    shared = [(self.writer.write(missing, proved, ask), self.writer.rounds, self.writer.rejected)]
+                    new = self.writer.write(missing, own_problems, ask)
+                    shared = [(new, self.writer.rounds, self.writer.rejected)]
                 except InstructError as error:
                     shared = [error]
         broadcast_object_list(shared)
@@ -82,7 +81,7 @@ class OnlineInstruction:
         self.pool.observe(groups.prompt_ids, groups.alive)
 
     def metrics(self) -> dict[str, float]:
-        """Size and state of the pool, and rejections so far."""
+        """Return size and state of the pool, and the rejections so far by reason."""
         rows = self.pool.rows
         rejected = {f"instruct_rejected/{why.replace(' ', '_')}": n for why, n in self.writer.rejected.items() if n}
         return {
@@ -95,7 +94,7 @@ class OnlineInstruction:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The pool, and counts."""
+        """Return the pool and the writer's counts, for a checkpoint."""
         return self.pool.state_dict() | {"rounds": self.writer.rounds, "rejected": dict(self.writer.rejected)}
 
     def load_state_dict(self, state: dict[str, Any]):

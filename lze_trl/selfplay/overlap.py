@@ -1,5 +1,5 @@
 """
-How alike problems are: ROUGE-L F1, 2·LCS / (m + n), of their tokens, computed by rapidfuzz.
+Measures how alike problems are: ROUGE-L F1, 2·LCS / (m + n), of their tokens, by rapidfuzz.
 
 Texts are cut into words, numbers, LaTeX commands and signs, in lower case. A text is kept as a string of one character for
 each token, which takes about 200 bytes a problem.
@@ -14,17 +14,17 @@ from rapidfuzz.distance import Indel
 
 
 _TOKEN = re.compile(r"\\[a-z]+|[^\W\d_]+|\d+(?:\.\d+)?|[^\w\s]")
-_CELLS = 4_000_000  # similarities that are held at a time
-_CHARACTERS = 0x110000  # that Python knows; more distinct tokens than this share some
+_MAX_CELLS = 4_000_000  # similarities in memory at a time
+_CHARACTERS = 0x110000  # that Python has; beyond so many distinct tokens, some share a character
 
 
 def math_tokens(text: str) -> list[str]:
-    """Words, numbers, LaTeX commands and signs, in lower case."""
+    """Split a text into words, numbers, LaTeX commands and signs, in lower case."""
     return _TOKEN.findall(text.lower())
 
 
 class OverlapIndex:
-    """Texts that others are compared with. It only grows."""
+    """Holds texts that others are compared with."""
 
     def __init__(self, texts: Iterable[str] = ()):
         self._ids: dict[str, int] = {}
@@ -36,16 +36,16 @@ class OverlapIndex:
         self._rows += self._coded(texts)
 
     def nearest(self, texts: Sequence[str]) -> np.ndarray:
-        """ROUGE-L F1 of each text with the most similar one of the index, shape `(n,)`; 0 if that is empty."""
+        """Return the ROUGE-L F1 of each text with the most similar one of the index, shape `(n,)`; 0 if the index is empty."""
         ours = self._coded(texts)
         best = np.zeros(len(ours))
-        step = max(1, _CELLS // max(1, len(ours)))
+        step = max(1, _MAX_CELLS // max(1, len(ours)))
         for begin in range(0, len(self._rows) if ours else 0, step):
             best = np.maximum(best, _similarities(ours, self._rows[begin : begin + step]).max(axis=1))
         return best
 
     def among(self, texts: Sequence[str]) -> np.ndarray:
-        """ROUGE-L F1 of texts with each other, shape `(n, n)`."""
+        """Return the ROUGE-L F1 of texts with each other, shape `(n, n)`."""
         ours = self._coded(texts)
         return _similarities(ours, ours)
 

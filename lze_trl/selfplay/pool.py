@@ -1,4 +1,4 @@
-"""The problems that a training has written so far, as the rows of a training set that grows."""
+"""The problems that a training has written so far, as rows of a training set that grows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ..memory.identity import ID_COLUMN, prompt_id
 from .writer import NewProblem, id_in_words
 
 
-_KINDS: dict[str, Any] = {
+_COLUMN_TYPES: dict[str, Any] = {
     **dict.fromkeys(("text", "parents"), object),  # parents: ids of the exemplars, with blanks between
     "overlap": np.float64,
     **dict.fromkeys(("birth", "visits"), np.int64),  # birth: generation batch
@@ -21,21 +21,23 @@ _KINDS: dict[str, Any] = {
 
 class PromptPool:
     """
-    Problems in the order in which they were written, in the table `rows`. Its index holds the hashes of the prompts.
+    Holds problems in the order in which they were written, in the table `rows`, whose index holds the hashes of the prompts.
 
-    `write` makes the prompt around a problem; `columns` are the further columns of the training set.
+    `write` makes the prompt around a problem; `columns` are the other columns of the training set.
     """
 
     def __init__(self, write: Callable[[str], Any], columns: Sequence[str] = ()):
         self._write = write
         self._columns = {name: "self-instruct" if name == "source" else None for name in columns}
-        self.rows = pd.DataFrame({name: [] for name in _KINDS}, index=pd.Index([], dtype=np.int64)).astype(_KINDS)
+        self.rows = pd.DataFrame({name: [] for name in _COLUMN_TYPES}, index=pd.Index([], dtype=np.int64)).astype(
+            _COLUMN_TYPES
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitems__(self, places: list[int]) -> list[dict[str, Any]]:
-        """Rows of the training set, with the columns that telemetry records."""
+        """Return rows of the training set, with the columns that telemetry records."""
         return [
             {
                 **self._columns,
@@ -51,7 +53,7 @@ class PromptPool:
 
     @property
     def prompt_ids(self) -> np.ndarray:
-        """Hash of each final prompt, which has no answer, shape `(n,)`."""
+        """Return the hash of each prompt, which has no answer, shape `(n,)`."""
         return self.rows.index.to_numpy()
 
     def add(self, problems: Sequence[NewProblem], generation: int):
@@ -59,7 +61,7 @@ class PromptPool:
         index = pd.Index([prompt_id(self._write(problem.text)) for problem in problems], dtype=np.int64)
         new = pd.DataFrame(list(problems), columns=list(NewProblem._fields), index=index)
         new = new.assign(birth=generation, visits=0, alive=False)
-        self.rows = pd.concat([self.rows, new]).astype(_KINDS) if len(new) else self.rows
+        self.rows = pd.concat([self.rows, new]).astype(_COLUMN_TYPES) if len(new) else self.rows
 
     def observe(self, prompt_ids: np.ndarray, alive: np.ndarray):
         """Record a visit of some of the problems."""
@@ -67,9 +69,9 @@ class PromptPool:
         self.rows.loc[prompt_ids, "alive"] = alive
 
     def state_dict(self) -> dict[str, Any]:
-        """The columns: lists of texts, and arrays."""
+        """Return the columns, as lists of texts and arrays."""
         columns = {
-            name: column.tolist() if _KINDS[name] is object else column.to_numpy()
+            name: column.tolist() if _COLUMN_TYPES[name] is object else column.to_numpy()
             for name, column in self.rows.items()
         }
         return columns | {"prompt_ids": self.prompt_ids}
@@ -77,4 +79,4 @@ class PromptPool:
     def load_state_dict(self, state: dict[str, Any]):
         """Continue with the problems of a checkpoint."""
         index = pd.Index(state["prompt_ids"], dtype=np.int64)
-        self.rows = pd.DataFrame({name: state[name] for name in _KINDS}, index=index).astype(_KINDS)
+        self.rows = pd.DataFrame({name: state[name] for name in _COLUMN_TYPES}, index=index).astype(_COLUMN_TYPES)

@@ -1,4 +1,4 @@
-"""Writes problems: a round shows exemplars to the model, reads problems from its answers, and admits the new and fit ones."""
+"""Writes problems: a round shows exemplars to the model, reads problems from its answers, and admits those that pass."""
 
 import logging
 from collections import Counter
@@ -17,7 +17,7 @@ from ..seeding import keyed_rng
 from ..settings import SelfPlaySettings
 from .filters import reason_to_reject
 from .overlap import OverlapIndex
-from .templates import SYSTEM_PROMPT, TEMPLATES, Item
+from .templates import SYSTEM_PROMPT, Item, read_problems, request_text
 
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ UNREAD, KNOWN = "no problem in the answer", "too similar"
 
 
 class InstructError(ValueError):
-    """Self-instruction that cannot begin or go on; the message says what to do."""
+    """Raised if self-instruction cannot begin or go on; the message says what to do."""
 
 
 class NewProblem(NamedTuple):
@@ -46,7 +46,7 @@ class NewProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class Seeds:
-    """Problems without the prompt around them, shown as exemplars, and evaluation problems, which no new one may resemble."""
+    """Problems without the prompt around them, shown as exemplars; and problems of an evaluation, which no new one may resemble."""
 
     problems: tuple[str, ...]
     references: tuple[str, ...] = ()
@@ -56,9 +56,9 @@ class Writer:
     """
     Writes problems in rounds, by asking a model with exemplars or by calling a `generator` in its place. It admits problems that pass
     the filters and resemble no seed, no reference and no problem admitted before. Seeds that the filters reject are not shown: a
-    figure teaches the model to write figures. The filters know what models write, and are not applied with a generator.
+    figure teaches the model to write figures. The filters are made for the texts of models, and not applied with a generator.
 
-    `seed` is that of exemplars and requests; `conversational` asks with the chat template, else the model continues a text.
+    `seed` determines exemplars and requests. With `conversational`, requests are in the chat template; else the model continues a text.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class Writer:
         generator: Generator | None = None,
     ):
         self.settings, self.seeds, self.seed, self.generator = settings, seeds, seed, generator
-        self.template = TEMPLATES[settings.template]
         sampling = {n: vars(settings)[n] for n in ("temperature", "top_p", "max_tokens", "presence_penalty")}
         self.decoding = Decoding(**sampling, seed=seed, chat=conversational)
         self.rounds = 0
@@ -86,12 +85,12 @@ class Writer:
                 "`own` in `self_play`."
             )
         if dropped:
-            lost = dropped.total(), len(texts), in_words(dropped)
-            logger.warning("%d of %d seeds are not shown to the model: %s.", *lost)
+            words = in_words(dropped)
+            logger.warning("%d of %d seeds are not shown to the model: %s.", dropped.total(), len(texts), words)
 
     @cached_property
     def known(self) -> OverlapIndex:
-        """Texts that no new problem may resemble. Built on first use, because only the main process compares."""
+        """Index the texts that no new problem may resemble, on first use, because only the main process compares."""
         return OverlapIndex([text for text in (*self.seeds.problems, *self.seeds.references) if text])
 
     def write(self, count: int, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:
@@ -99,17 +98,18 @@ class Writer:
         Write in rounds until at least `count` problems are admitted; `own` are problems that the model wrote before. Raises
         [`InstructError`] if `max_rounds` rounds in a row give nothing.
         """
-        found: list[NewProblem] = []
-        barren = 0
-        while len(found) < count:
+        written: list[NewProblem] = []
+        empty_rounds = 0
+        while len(written) < count:
             admitted = self.round(own, ask)
-            found, barren = found + admitted, 0 if admitted else barren + 1
-            if barren == self.settings.max_rounds:
+            written += admitted
+            empty_rounds = 0 if admitted else empty_rounds + 1
+            if empty_rounds == self.settings.max_rounds:
                 raise InstructError(
-                    f"{barren} rounds in a row gave no acceptable problem, after {len(found)} of {count}. Rejected so far: "
+                    f"{empty_rounds} rounds in a row gave no acceptable problem, after {len(written)} of {count}. Rejected so far: "
                     f"{in_words(self.rejected)}. Use other seeds or a stronger model, or accept more (`overlap`, `majority_bounds`)."
                 )
-        return found
+        return written
 
     def round(self, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:
         """Write one round of problems, in an order that does not depend on when answers arrive."""
@@ -124,26 +124,27 @@ class Writer:
         """Filter proposals. Of several that resemble each other, the first is admitted."""
         reasons = [self._reason(item) for item, _ in proposals]
         self.rejected.update(reason for reason in reasons if reason is not None)
-        fit = [(item.text, ids) for (item, ids), reason in zip(proposals, reasons, strict=True) if reason is None]
-        texts = [text for text, _ in fit]
+        passed = [(item.text, ids) for (item, ids), reason in zip(proposals, reasons, strict=True) if reason is None]
+        texts = [text for text, _ in passed]
         nearest, between = self.known.nearest(texts), self.known.among(texts)
-        taken: list[int] = []
-        for row in range(len(fit)):
-            nearest[row] = max([nearest[row], *between[row, taken]])
+        admitted: list[int] = []
+        for row in range(len(passed)):
+            nearest[row] = max([nearest[row], *between[row, admitted]])
             if nearest[row] <= self.settings.overlap:
-                taken.append(row)
-        self.rejected[KNOWN] += len(fit) - len(taken)
-        self.known.add([texts[row] for row in taken])
-        return [NewProblem(*fit[row], float(nearest[row])) for row in taken]
+                admitted.append(row)
+        self.rejected[KNOWN] += len(passed) - len(admitted)
+        self.known.add([texts[row] for row in admitted])
+        return [NewProblem(*passed[row], float(nearest[row])) for row in admitted]
 
     def _reason(self, item: Item) -> str | None:
         return None if self.generator else reason_to_reject(item)
 
     def _exemplars(self, place: int, own: Sequence[str]) -> list[str]:
-        rng, settings = self._rng(place, "exemplars"), self.settings
-        mine = min(settings.own, len(own))
-        chosen = [own[i] for i in rng.choice(len(own), mine, replace=False)] if mine else []
-        seeds = rng.choice(len(self._shown), settings.examples - mine, replace=False)
+        """Choose the exemplars of a request, in random order."""
+        rng = self._rng(place, "exemplars")
+        own_count = min(self.settings.own, len(own))
+        chosen = [own[i] for i in rng.choice(len(own), own_count, replace=False)] if own_count else []
+        seeds = rng.choice(len(self._shown), self.settings.examples - own_count, replace=False)
         chosen += [self._shown[i] for i in seeds]
         return [chosen[i] for i in rng.permutation(len(chosen))]
 
@@ -160,19 +161,19 @@ class Writer:
         name = f"write-{self.rounds}"
         requests = [SampleRequest(Problem(name, self._prompt(texts), None), i) for i, texts in enumerate(shown)]
         answers = {request.sample: output for request, output in ask(requests, self.decoding)}
-        return [self.template.read(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
+        return [read_problems(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
 
     def _prompt(self, exemplars: list[str]) -> str | list[dict[str, str]]:
-        text = self.template.request(exemplars)
+        text = request_text(exemplars)
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
         return messages if self.decoding.chat else text
 
 
 def id_in_words(text: str) -> str:
-    """Name of a problem in files and in the app: its content hash as 16 hexadecimal digits."""
+    """Return the name of a problem in files and in the app: its content hash as 16 hexadecimal digits."""
     return f"{prompt_id(text) % 2**64:016x}"
 
 
 def in_words(counts: Counter[str]) -> str:
-    """Counts by reason, the most frequent first: "3 too short, 1 figure"."""
+    """List counts by reason, the most frequent first: "3 too short, 1 figure"."""
     return ", ".join(f"{count} {reason}" for reason, count in counts.most_common() if count) or "none"

@@ -1,4 +1,4 @@
-"""LoRA adapters, merged into the weights that are written, never into those that are trained."""
+"""LoRA adapters: merged into the weights that are written, never into the model in training; or sent alone."""
 
 import re
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.
 
 def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lora.LoraLayer | None]]:
     """
-    The parameters that the adapted model would have if its active adapters were merged: name in the base model, parameter, and
-    the layer that adds to it, see [`deltas`]. Raises a `ValueError` unless they are plain LoRA.
+    Yield the parameters that the model would have if its active adapters were merged: name in the base model, parameter, and
+    the layer that adds to it, see [`deltas`]. Raises a `ValueError` unless the adapters are plain LoRA.
     """
     others = [name for name in model.peft_config if name not in model.active_adapters]
     layers, left_out = {}, [".lora_", *(f".modules_to_save.{name}." for name in others)]
@@ -40,7 +40,7 @@ def merged_parameters(model: PeftModel) -> Iterator[tuple[str, nn.Parameter, lor
 
 
 def only_adapter(model: nn.Module) -> tuple[str, int]:
-    """Name and highest rank of the LoRA adapter that is all that is trained, as vLLM serves it; a `ValueError` if there is none."""
+    """Return name and highest rank of the LoRA adapter, if vLLM can serve it and nothing else is trained; else raise a `ValueError`."""
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, LoraModel):
         raise ValueError("no LoRA adapter is trained")
     if len(model.active_adapters) != 1:
@@ -57,18 +57,19 @@ def only_adapter(model: nn.Module) -> tuple[str, int]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, put together if FSDP2 has sharded it."""
+    """Gather a tensor that FSDP2 has sharded, and return any other as it is, without its graph."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def deltas(layer: Any) -> list[torch.Tensor]:
-    """What the active adapters of a layer add to its weight, whose parameters must be gathered."""
+    """Compute what the active adapters of a layer, whose parameters must be gathered, add to its weight."""
     own = {*layer.lora_A, *layer.lora_embedding_A}
     return [whole(layer.get_delta_weight(name)) for name in layer.active_adapters if name in own]
 
 
 def _is_plain(model: PeftModel, module: Any) -> bool:
+    """Return whether a module of an adapter is LoRA of the original kind, or a whole module that is saved with it."""
     if isinstance(module, AuxiliaryTrainingWrapper):
         return isinstance(module, ModulesToSaveWrapper)
     is_lora = isinstance(model.base_model, LoraModel) and isinstance(module, (lora.Linear, lora.Embedding))

@@ -1,12 +1,10 @@
-"""One vLLM server, spoken to over plain HTTP. What it answers is checked before anything uses it."""
+"""One vLLM server over plain HTTP. Its answers are checked before anything uses them."""
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,29 +15,29 @@ from ..redaction import without_secrets
 
 
 _CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it is
-# What reading an answer of another form raises
+# Raised by reading an answer of another form
 _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-_LOWEST_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
-_ROUNDING = 1e-3  # by which a log-prob may be above 0
+_MIN_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
+_MAX_LOGPROB = 1e-3  # rounding may put a log-prob above 0
 LORA_OPTIONS = "`--enable-lora` and the variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-# By which a server that ignores new weights is told from one whose log-probs hardly move
-_MOST_SAME_SYNCS = 2
-_LEAST_CHANGED = 0.01  # share of the weights, summed over the syncs
-_LEAST_MOVED = 4e-6  # of the trainer's log-probs, in nats: some units in the last place of float32
-# Bytes of an answer: of any, and of each token, with its text, its log-prob and their punctuation in JSON
-_BYTES, _BYTES_OF_TOKEN = 2**24, 2**10
+# A server ignores new weights if its log-probs stay the same, bit for bit, while at least so much has changed
+_MIN_UNCHANGED_SYNCS = 2
+_MIN_CHANGED_WEIGHTS = 0.01  # shares of the weights, summed over the syncs
+_MIN_LOGPROB_CHANGE = 4e-6  # of the trainer's log-probs, in nats: some units in the last place of float32
+# Most bytes of an answer: so many, and more for each token, with its text, its log-prob and their punctuation in JSON
+_MAX_BYTES, _MAX_BYTES_PER_TOKEN = 2**24, 2**10
 
 
 class UnansweredError(RuntimeError):
-    """A request has got no answer. Another server, or this one later, may do better."""
+    """Raised if a request gets no answer. Another server, or the same one later, may answer it."""
 
 
 class ServerError(UnansweredError):
-    """A server failed or sent a damaged answer."""
+    """Raised if a server fails or sends a damaged answer."""
 
 
 class BusyError(UnansweredError):
-    """A server asked to come again later, after so many `seconds` at the earliest. This says nothing against the request."""
+    """Raised if a server asks to come again later, after `seconds` at the earliest. Nothing is wrong with the request."""
 
     def __init__(self, message: str, seconds: float):
         super().__init__(message)
@@ -47,11 +45,11 @@ class BusyError(UnansweredError):
 
 
 class RequestRefusedError(ValueError):
-    """A server understood a request and refused it. Asking again does not help."""
+    """Raised if a server refuses a request that it has understood. Asking again does not help."""
 
 
 class ServerMismatchError(ValueError):
-    """A server has another model or other weights than it must have, or does not serve us."""
+    """Raised if a server has another model or other weights than it must have, or does not serve us."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class Completion:
 
     token_ids: list[int]  # of length C, the end token included
     logprobs: list[float]  # of each token, in nats, as it was sampled
-    truncated: bool = False  # whether a limit cut it off, by the server's word
-    failure: str | None = None  # why there is no completion, in which case it has no tokens
+    truncated: bool = False  # whether the server says that a limit cut it off
+    failure: str | None = None  # why there is no completion; the tokens then mean nothing
 
 
 @dataclass(frozen=True)
@@ -71,29 +69,29 @@ class Output:
     text: str
     tokens: int  # its length, the end token included
     truncated: bool  # whether the limit of tokens cut it off
-    # What a chat template puts at the end of the prompt; nothing if it is unknown, or the text holds no thinking
+    # The end of the rendered prompt, which a chat template may have put there; empty if unknown, or if the text holds no thinking
     prompt_end: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights that every server must hold, and how to tell that it does."""
+    """Weights that every server must have loaded, and log-probs to check that it has."""
 
-    version: str  # different for every sync of every run, so that a restarted server does not know it
+    version: str  # different for every sync of every run, so that no restarted server has it
     directory: str  # absolute path of the checkpoint, readable by the servers
     probe: list[int]  # N tokens to compare log-probs on
     reference: list[float]  # the trainer's log-probs of `probe[1:]`
     tolerance: float  # largest mean absolute difference of the log-probs
     changed: float = 1.0  # share of the weights that have moved since the snapshot before
-    # Of a LoRA adapter, which the servers hold beside their base model by the name `version`: the log-probs without it
+    # For a LoRA adapter, which the servers load beside their base model under the name `version`: the log-probs without it
     base: list[float] | None = None
 
 
 class VLLMServer:
     """
-    One vLLM server, asked through an `httpx2.AsyncClient`, and what is known of it. Every request raises [`ServerError`]
-    if the server fails or takes longer than `request_timeout` seconds, [`BusyError`] if it asks to come again later, and
-    [`RequestRefusedError`] if it refuses.
+    Sends requests to one vLLM server through an `httpx2.AsyncClient`, and holds what is known of it. Every request raises
+    [`ServerError`] if the server fails or takes longer than `request_timeout` seconds, [`BusyError`] if it asks to come again later,
+    and [`RequestRefusedError`] if it refuses.
     """
 
     def __init__(self, url: str, request_timeout: float):
@@ -101,25 +99,29 @@ class VLLMServer:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or " " in url:
                 raise ValueError
-        except ValueError:  # also of a port that is none
+        except ValueError:  # also raised for a port that is not a number
             raise ValueError(
                 "A vLLM server is given by its base URL with a port up to 65535, such as 'http://127.0.0.1:8000' "
                 f"(`vllm_server_urls`), got {without_secrets(url)!r}."
             ) from None
-        self._base = url.rstrip("/").removesuffix("/v1")  # with which OpenAI's clients want it
-        self.url = without_secrets(self._base)  # as it is shown
+        self._base_url = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients want it with the suffix
+        self.url = without_secrets(self._base_url)  # for messages
         self.host, self.request_timeout = str(parts.hostname), request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
-        self.serving = ""  # the name by which the weights of the last load are asked for: the model's, or an adapter's
+        self.served_name = (
+            ""  # the name by which requests ask for the weights of the last load: the model's, or an adapter's
+        )
         self.max_model_len = 0
         self.max_lora_rank = 0  # of adapters that it can load while it runs
-        # Log-probs that are the same for one snapshot after another: the first of these, and of the others version and `changed`
-        self._same: tuple[list[float], Snapshot, dict[str, float]] | None = None
-        self._chat_end: str | None = None  # of a rendered conversation, once it was asked for
-        self.difference: float | None = None  # mean one from the trainer's log-probs, in nats, after the last load
+        # For snapshots in a row with the same log-probs: these, the first snapshot, and `changed` of the others by version
+        self._unchanged: tuple[list[float], Snapshot, dict[str, float]] | None = None
+        self._chat_end: str | None = None  # the last tokens of a rendered conversation, once asked for
+        self.difference: float | None = (
+            None  # mean absolute difference from the trainer's log-probs, in nats, after the last load
+        )
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
-        self.problem: UnansweredError | None = None  # of the outage that it is in
+        self.problem: UnansweredError | None = None  # the error of the present outage
         self.answered = 0  # requests since the last load
         self.outages = 0  # since it last answered a request
         self.failed: set[object] = set()  # requests that have failed here since then
@@ -135,16 +137,16 @@ class VLLMServer:
         read: Callable | None = lambda answer: answer,
         tokens: int = 0,
     ) -> Any:
-        """Send a request, as a POST if it has a body; what `read` finds in the JSON of the answer, if any, of about so many `tokens`."""
+        """Send a request, as a POST if it has a body. Returns what `read` finds in the JSON of the answer, which has about `tokens` tokens."""
         method = "GET" if body is None else "POST"
-        where, limit = f"{method} {self.url}{path}", _BYTES + _BYTES_OF_TOKEN * tokens
+        where, limit = f"{method} {self.url}{path}", _MAX_BYTES + _MAX_BYTES_PER_TOKEN * tokens
         content = bytearray()
         try:
             async with (
-                asyncio.timeout(self.request_timeout),  # that of the HTTP library is one between bytes
-                http.stream(method, self._base + path, json=body) as response,
+                asyncio.timeout(self.request_timeout),  # the HTTP library's timeout is one between bytes
+                http.stream(method, self._base_url + path, json=body) as response,
             ):
-                async for part in response.aiter_bytes():  # unpacked, in small parts
+                async for part in response.aiter_bytes():  # decompressed, in small parts
                     content += part
                     if len(content) > limit:
                         raise ServerError(f"{where}: an answer of more than {limit:,} bytes, the limit for it")
@@ -176,7 +178,7 @@ class VLLMServer:
             raise ServerError(f"{where} sent a damaged answer: {_short(repr(error))}") from error
 
     async def learn_model(self, http: httpx2.AsyncClient, trains: bool = False):
-        """Learn which model the server serves and how long its context is; for a training also how it computes."""
+        """Ask which model the server serves and how long its context is, and for a training how it computes."""
         await self._request(http, "/health")
 
         def own_card(models: dict) -> tuple[str, int]:
@@ -184,7 +186,7 @@ class VLLMServer:
             return card["id"], int(card["max_model_len"])
 
         self.model, self.max_model_len = await self._request(http, "/v1/models", read=own_card)
-        self.serving = self.model
+        self.served_name = self.model
         if not trains:
             return
 
@@ -200,7 +202,10 @@ class VLLMServer:
     async def complete(
         self, http: httpx2.AsyncClient, prompt: list[int], count: int, body: dict, vocabulary: int | None = None
     ) -> list[Completion]:
-        """`count` completions of a prompt, of the first `vocabulary` tokens, with sampling settings in the server's names."""
+        """
+        Return `count` completions of a prompt, with sampling settings in the server's names. Raises [`ServerMismatchError`] for a
+        token beyond the `vocabulary` of the model in training.
+        """
         # vLLM refuses `n > 1` when decoding is greedy
         wanted = {"prompt": [prompt] * count} if body["temperature"] == 0 else {"prompt": prompt, "n": count}
         body = {"model": self.model, **body, **wanted, "logprobs": 0, "return_token_ids": True}
@@ -226,7 +231,7 @@ class VLLMServer:
             )
         self._refuse_nan(logprobs)
         known = all(type(token_id) is int and token_id >= 0 for token_id in token_ids)
-        if not known or not all(_LOWEST_LOGPROB <= logprob <= _ROUNDING for logprob in logprobs):  # nor NaN
+        if not known or not all(_MIN_LOGPROB <= logprob <= _MAX_LOGPROB for logprob in logprobs):  # nor NaN
             raise ValueError("impossible tokens or log-probs")
         if vocabulary is not None and max(token_ids) >= vocabulary:
             raise ServerMismatchError(
@@ -236,14 +241,14 @@ class VLLMServer:
         return Completion(token_ids, logprobs, truncated)
 
     def _refuse_nan(self, logprobs: Sequence[float | None]):
-        if None in logprobs:  # vLLM's word for NaN
+        if None in logprobs:  # so vLLM sends NaN
             raise ServerMismatchError(
                 f"The vLLM server {self.url} (model {self.model!r}) sent log-probs that are null: its logits are NaN. Look at the weights "
                 "(loss and `grad_norm` of the last steps), at the server's `--dtype` (float16 overflows), and at its log and its GPU."
             )
 
     async def answer(self, http: httpx2.AsyncClient, prompt: str | list[dict[str, str]], body: dict) -> Output:
-        """One completion of a text or of a conversation, with sampling settings in the server's names."""
+        """Return one completion of a text or of a conversation, with sampling settings in the server's names."""
         is_text = isinstance(prompt, str)
         path = "/v1/completions" if is_text else "/v1/chat/completions"
         if self._chat_end is None and not isinstance(prompt, str):
@@ -259,19 +264,19 @@ class VLLMServer:
             end = "" if is_text or parsed else self._chat_end or ""
             return Output(text, int(answer["usage"]["completion_tokens"]), _check_reason(choice) == "length", end)
 
-        body = body | {"model": self.serving, "prompt" if is_text else "messages": prompt}
+        body = body | {"model": self.served_name, "prompt" if is_text else "messages": prompt}
         return await self._request(http, path, body, read, tokens=body.get("max_tokens") or self.max_model_len)
 
     async def _end_of_chat(self, http: httpx2.AsyncClient, messages: list[dict[str, str]]) -> str:
-        """The last tokens of a conversation as the server's template renders it; nothing if it does not say."""
+        """Return the end of a conversation as the server's template renders it; empty if the server does not say."""
         body = {"model": self.model, "messages": messages, "return_token_strs": True}
         with suppress(ServerError, ServerMismatchError, RequestRefusedError):
             tokens = await self._request(http, "/tokenize", body, read=itemgetter("token_strs"))
-            return "".join(tokens[-32:]).replace("Ċ", "\n")  # as byte-level vocabularies spell it
+            return "".join(tokens[-32:]).replace("Ċ", "\n")  # byte-level vocabularies spell a line break so
         return ""
 
-    async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int], by: str = "") -> list[float]:
-        """Log-probs of `tokens[1:]`, in nats, by the model, or the adapter of a name."""
+    async def prompt_logprobs(self, http: httpx2.AsyncClient, tokens: list[int], adapter: str = "") -> list[float]:
+        """Return the log-probs of `tokens[1:]`, in nats, by the model, or by an adapter."""
 
         def logprobs(answer: dict) -> list[float]:
             entries = answer["choices"][0]["prompt_logprobs"][1:]
@@ -279,45 +284,52 @@ class VLLMServer:
             self._refuse_nan(found)
             return [*map(float, found)]
 
-        body = {"model": by or self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        body = {
+            "model": adapter or self.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "prompt_logprobs": 0,
+        }
         return await self._request(http, "/v1/completions", body, read=logprobs, tokens=len(tokens))
 
     # ---- Weights ----
 
-    async def hold(self, http: httpx2.AsyncClient, snapshot: Snapshot):
+    async def ensure_weights(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         """
         Load and check the weights of a snapshot, unless the server has them already. Raises [`ServerMismatchError`] if it
         cannot load them, or computes other log-probs than the trainer with them.
         """
         if snapshot.base is not None:
-            await self._hold_adapter(http, snapshot, snapshot.base)
+            await self._ensure_adapter(http, snapshot, snapshot.base)
             return
-        self.serving = self.model
+        self.served_name = self.model
         if await self._request(http, "/weight_info", read=itemgetter("weight_version")) == snapshot.version:
             return
         await self._reload(http, snapshot.directory)
         await self._compare(http, snapshot)
-        # Last, so that a server which was interrupted anywhere above does not pass for one that holds the weights
+        # Last, so that a server that was interrupted anywhere above is loaded again
         await self._request(http, "/update_weight_version", {"new_version": snapshot.version})
 
-    async def _hold_adapter(self, http: httpx2.AsyncClient, snapshot: Snapshot, base: list[float]):
-        """Load and check an adapter, unless the server has it already, and unload older ones. One that has none has (re)started."""
+    async def _ensure_adapter(self, http: httpx2.AsyncClient, snapshot: Snapshot, base: list[float]):
+        """Load and check an adapter, unless the server has it already, and unload older ones. A server without any has (re)started."""
         names = await self._request(http, "/v1/models", read=lambda answer: [card["id"] for card in answer["data"]])
         series = snapshot.version.rpartition("-")[0] + "-"
         own = [name for name in names if name.startswith(series)]
-        if snapshot.version not in own or self.serving != snapshot.version:
+        if snapshot.version not in own or self.served_name != snapshot.version:
             if not own:
                 await self._compare(http, snapshot, base=base)
             if snapshot.version not in own:
                 body = {"lora_name": snapshot.version, "lora_path": snapshot.directory}
                 await self._load(http, "/v1/load_lora_adapter", body, snapshot.directory, LORA_OPTIONS)
             await self._compare(http, snapshot, snapshot.version)
-            self.serving = snapshot.version
+            self.served_name = snapshot.version
         for old in {*own} - {snapshot.version}:
-            with suppress(RequestRefusedError, ServerMismatchError):  # it has gone already
+            with suppress(RequestRefusedError, ServerMismatchError):  # the server has unloaded it already
                 await self._request(http, "/v1/unload_lora_adapter", {"lora_name": old}, read=None)
 
     async def _load(self, http: httpx2.AsyncClient, path: str, body: dict, where: str, options: str):
+        """Ask the server to load weights. Raises [`ServerMismatchError`], with the server's `options`, if it stays up and cannot."""
         try:
             await self._request(http, path, body, read=None)
         except (ServerError, RequestRefusedError, ServerMismatchError) as error:
@@ -331,15 +343,16 @@ class VLLMServer:
     async def _reload(self, http: httpx2.AsyncClient, directory: str):
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self._load(http, "/collective_rpc", body, directory, "the model that is trained")
-        # Requests that nobody waits for any more may still be running
+        # Cancelled requests may still be running
         path = "/reset_prefix_cache?reset_running_requests=true"
         if not await self._request(http, path, {}, read=itemgetter("success")):
             raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
 
     async def _compare(
-        self, http: httpx2.AsyncClient, snapshot: Snapshot, by: str = "", base: list[float] | None = None
+        self, http: httpx2.AsyncClient, snapshot: Snapshot, adapter: str = "", base: list[float] | None = None
     ):
-        logprobs = await self.prompt_logprobs(http, snapshot.probe, by)
+        """Compare the server's log-probs with the trainer's, or those of the model without an adapter with `base`."""
+        logprobs = await self.prompt_logprobs(http, snapshot.probe, adapter)
         when = "Without an adapter" if base else "After a weight sync"
         self.difference = _mean_difference(logprobs, base or snapshot.reference)
         if not self.difference <= snapshot.tolerance:  # also when it is not a number
@@ -355,45 +368,44 @@ class VLLMServer:
 
     def _refuse_unchanged_answers(self, snapshot: Snapshot, logprobs: list[float]):
         """
-        Refuse a server that says that it has loaded weights and keeps its old ones. While they are within the tolerance, only this shows
-        it: syncs in a row leave each of its log-probs as it was, bit for bit, where weights and the trainer's log-probs have moved.
+        Refuse a server that says that it has loaded weights and keeps its old ones. While these are within the tolerance, only one
+        thing shows it: after several syncs in a row, each of its log-probs is the same, bit for bit, although the weights and the
+        trainer's log-probs have changed.
         """
-        if self._same is None or logprobs != self._same[0]:
-            self._same = logprobs, snapshot, {}
-        _, first, changed = self._same
+        if self._unchanged is None or logprobs != self._unchanged[0]:
+            self._unchanged = logprobs, snapshot, {}
+        _, first, changed_shares = self._unchanged
         if snapshot.version != first.version:
-            changed[snapshot.version] = snapshot.changed
-        moved, total = _mean_difference(snapshot.reference, first.reference), sum(changed.values())
+            changed_shares[snapshot.version] = snapshot.changed
+        logprob_change = _mean_difference(snapshot.reference, first.reference)
         # What an adapter adds is rounded where it is added, however much of it has changed
-        least = _LEAST_MOVED if snapshot.base is None else snapshot.tolerance / 10
-        if len(changed) >= _MOST_SAME_SYNCS and total >= _LEAST_CHANGED and moved >= least:
+        least = _MIN_LOGPROB_CHANGE if snapshot.base is None else snapshot.tolerance / 10
+        syncs, changed = len(changed_shares), sum(changed_shares.values())
+        if syncs >= _MIN_UNCHANGED_SYNCS and changed >= _MIN_CHANGED_WEIGHTS and logprob_change >= least:
             raise ServerMismatchError(
-                f"The vLLM server {self.url} says that it has loaded new weights, but its log-probs were the same after {len(changed)} "
-                f"syncs in a row, in which {total / len(changed):.1%} of the weights changed each time and the trainer's log-probs moved by "
-                f"{moved:.1e} nats. So it still samples with old weights. Check that it is vLLM 0.32 or later with "
+                f"The vLLM server {self.url} says that it has loaded new weights, but its log-probs were the same after {syncs} "
+                f"syncs in a row, in which {changed / syncs:.1%} of the weights changed each time and the trainer's log-probs moved by "
+                f"{logprob_change:.1e} nats. So it still samples with old weights. Check that it is vLLM 0.32 or later with "
                 f"VLLM_SERVER_DEV_MODE=1, that no proxy answers in its place, and that it reads {snapshot.directory} and not a copy."
             )
 
 
 def _mean_difference(logprobs: list[float], others: list[float]) -> float:
-    """Mean absolute difference, in nats."""
+    """Return the mean absolute difference, in nats."""
     return sum(abs(own - other) for own, other in zip(logprobs, others, strict=True)) / len(logprobs)
 
 
 def _check_reason(choice: dict) -> str:
-    """Why a completion has ended, if it has: an aborted one raises a `ValueError`."""
+    """Return why a completion has ended, `"stop"` or `"length"`. Raises a `ValueError` for an aborted one."""
     if choice["finish_reason"] not in ("stop", "length"):
         raise ValueError(f"a completion that ended by {choice['finish_reason']!r}")
     return choice["finish_reason"]
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Seconds that an answer asks to wait, as a number or as a date; 0 if it names none."""
+    """Return the seconds that an answer asks to wait; 0 if it names none, or a date: then the pauses grow by themselves."""
     wanted = headers.get("retry-after", "")
-    with suppress(ValueError, OverflowError):
-        date = None if wanted.isdecimal() else parsedate_to_datetime(wanted)
-        return float(wanted) if date is None else max(0.0, date.timestamp() - time.time())
-    return 0.0
+    return float(wanted) if wanted.isdecimal() else 0.0
 
 
 def _short(value: Any) -> str:
@@ -402,7 +414,7 @@ def _short(value: Any) -> str:
 
 
 def open_client() -> httpx2.AsyncClient:
-    """A client without limits of its own, which goes to the servers directly, whatever proxy the environment names."""
+    """Make a client without limits of its own, which ignores the proxies that the environment names."""
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
     timeout, plain = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT), {"accept-encoding": "identity"}
     return httpx2.AsyncClient(timeout=timeout, limits=limits, trust_env=False, headers=plain)

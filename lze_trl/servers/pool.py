@@ -1,4 +1,4 @@
-"""Several vLLM servers as one: they share the requests, and one that fails leaves its requests to the others."""
+"""Several vLLM servers as one: they share the requests, and the others take over the requests of one that fails."""
 
 import asyncio
 import logging
@@ -30,16 +30,16 @@ from .client import (
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS, _MOST_SECONDS = 1.0, 30.0  # of the first pause, and of the longest: each is twice the one before
-_MOST_FAILURES = 5  # of one request, on servers that are healthy
+_FIRST_PAUSE, _MAX_PAUSE = 1.0, 30.0  # in seconds; each pause is twice the one before
+_MAX_FAILURES = 5  # of one request, on healthy servers
 
 Send = Callable[[httpx2.AsyncClient, VLLMServer], Awaitable[Any]]
 """Sends a request to a server, and returns its result."""
 
 
 @dataclass(eq=False)
-class Group:
-    """One prompt to complete."""
+class PromptRequest:
+    """A request to complete one prompt, in the form of a [`Send`]."""
 
     prompt: list[int]
     count: int  # G, the number of completions
@@ -52,17 +52,17 @@ class Group:
 
 @dataclass(eq=False)
 class Job:
-    """A request that servers have to answer."""
+    """A request in the queue, and its result."""
 
     send: Send
     result: Future = field(default_factory=Future)
     failed_on: list[VLLMServer] = field(default_factory=list)  # once for each failure that counts
 
 
-class Serving:
+class RequestLoop:
     """
-    Servers at work on requests, on a thread of its own, until it is closed: the caller may have an event loop running, or go on
-    with something else. Whoever waits for a result also waits for `end`: with the error that has ended all requests, or cancelled.
+    Runs the servers' work on requests in a background thread until it is closed, so the caller may have an event loop of its own.
+    When waiting for a result, also wait for `finished`: it raises the error that has ended all requests, or is cancelled.
     """
 
     def __init__(self, serve: Callable[["asyncio.Queue[Job]"], Awaitable[None]]):
@@ -70,10 +70,10 @@ class Serving:
         self._closing = threading.Lock()  # one thread may ask for more while another closes
         self._context: AbstractContextManager[BlockingPortal] | None = start_blocking_portal()
         self._portal = self._context.__enter__()
-        self.end: Future = self._portal.start_task_soon(serve, self._jobs)
+        self.finished: Future = self._portal.start_task_soon(serve, self._jobs)
 
     def submit(self, send: Send) -> Future:
-        """Send a request as soon as a server takes it; its result."""
+        """Queue a request, and return its future result."""
         job = Job(send)
         with self._closing:
             if self._context is not None:
@@ -81,25 +81,25 @@ class Serving:
         return job.result
 
     def close(self):
-        """Give up what is under way: connections are closed, which frees the places in the engines."""
+        """Cancel what is under way. Connections are closed, so that the servers stop generating for them."""
         with self._closing:
             context, self._context = self._context, None
         if context is not None:
-            self.end.cancel()
+            self.finished.cancel()
             context.__exit__(None, None, None)
 
 
 class ServerPool:
     """
-    Several vLLM servers with the same weights. Each works on at most `max_concurrent_requests` requests at a time; when none
-    is left, one has `recovery_timeout` seconds to return.
+    Shares requests among vLLM servers with the same weights. Each works on at most `max_concurrent_requests` requests at a time;
+    when all have failed, one has `recovery_timeout` seconds to return.
 
     A server takes requests only while it is known to hold the current weights. That is checked before its first request and
     whenever it was idle or failed; with a request running, it cannot have restarted unnoticed. So a server that comes
     back with old weights is loaded and checked before it takes part again.
 
-    One that fails several requests, or asks to come again later, is tried on a short prompt before it takes part again, and what it
-    fails meanwhile says nothing against the requests. Its pauses grow while it answers none.
+    A server that fails several requests, or asks to come again later, is tried on a short prompt before it takes part again. Its
+    failures until then do not count against the requests. Its pauses grow while it answers none.
     """
 
     def __init__(
@@ -110,16 +110,16 @@ class ServerPool:
             raise ValueError(f"`vllm_server_urls` must name at least one server, and each once, got {urls}.")
         self.max_concurrent_requests, self.recovery_timeout = max_concurrent_requests, recovery_timeout
         self.snapshot: Snapshot | None = None
-        # Called with what is waited for, and with "" once it is there
+        # Called with what the pool waits for, and with "" once it is there
         self.tell: Callable[[str], None] = lambda words: None
-        self._last_seen = 0.0  # when not all servers had failed
+        self._last_healthy = 0.0  # in monotonic seconds: when a server was last known not to have failed
 
     # ---- Start and sync ----
 
     def connect(self, timeout: float, trains: bool = False):
         """
-        Wait until every server is up, for a training if it `trains`. Raises a `ConnectionError` if one is not up in time, and
-        [`ServerMismatchError`] if it cannot be trained with.
+        Wait until every server is up, and with `trains` check that it can be trained with. Raises a `ConnectionError` if one is not
+        up within `timeout` seconds, and [`ServerMismatchError`] if it cannot be trained with.
         """
 
         async def wait_for(http: httpx2.AsyncClient, server: VLLMServer):
@@ -141,7 +141,7 @@ class ServerPool:
             _run(wait_for_all)
         except UnansweredError as error:
             raise ConnectionError(
-                f"{_problems(self.servers)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it "
+                f"{_problems_of(self.servers)} Not up after {timeout:g} s. Start it, or raise `vllm_server_timeout` if it "
                 "needs longer to start."
             ) from error
 
@@ -154,7 +154,7 @@ class ServerPool:
         compute the trainer's log-probs.
         """
         self.snapshot = snapshot
-        self._forget()
+        self._mark_unready()
         for server in self.servers:
             server.answered = 0
 
@@ -167,35 +167,36 @@ class ServerPool:
             if wrong or len(failures) == len(self.servers):
                 raise (wrong or failures)[0]
 
-        _run(partial(self._until_hopeless, prepare_all))
+        _run(partial(self._retry_until_timeout, prepare_all))
         return [server for server in self.servers if server.ready]
 
-    def _forget(self):
-        """Take no server for ready: it may have restarted since the last call, and its requests have ended."""
-        self._last_seen = time.monotonic()
+    def _mark_unready(self):
+        """Reset what is known of each server between calls: it may have restarted, and its requests have ended."""
+        self._last_healthy = time.monotonic()
         for server in self.servers:
             server.ready, server.running, server.outages, server.failed = False, 0, 0, set()
 
     async def _prepare(self, http: httpx2.AsyncClient, server: VLLMServer):
+        """Make a server ready: up, with the current weights, and tried on a prompt if it has failed before."""
         try:
-            await (server.learn_model(http) if self.snapshot is None else server.hold(http, self.snapshot))
+            await (server.learn_model(http) if self.snapshot is None else server.ensure_weights(http, self.snapshot))
             if len(server.failed) > 1 or isinstance(server.problem, BusyError):
                 await server.prompt_logprobs(http, [1, 2] if self.snapshot is None else self.snapshot.probe)
                 server.failed.clear()
         except UnansweredError as error:
-            self._fail(server, error)
+            self._mark_failed(server, error)
             raise
         server.ready = True
         if server.outages < 2:  # else it has to answer a request first
-            self._back(server)
+            self._mark_back(server)
 
-    def _back(self, server: VLLMServer):
+    def _mark_back(self, server: VLLMServer):
         if server.problem is not None:
             logger.warning("The vLLM server %s is back, with the current weights.", server.url)
             server.problem = None
             self.tell("")
 
-    def _fail(self, server: VLLMServer, error: UnansweredError):
+    def _mark_failed(self, server: VLLMServer, error: UnansweredError):
         if server.problem is None:
             logger.warning(
                 "The vLLM server %s %s (%s). It takes part again once it answers and holds the current weights; without "
@@ -203,63 +204,63 @@ class ServerPool:
                 *(server.url, "asks to come again later" if isinstance(error, BusyError) else "failed"),
                 *(error, self.recovery_timeout),
             )
-        if server.problem is None or isinstance(error, BusyError):  # the first of an outage tells most
+        if server.problem is None or isinstance(error, BusyError):  # the first error of an outage says most
             server.problem = error
         server.outages += server.ready
         server.ready = False
-        if (wanted := _wanted(error)) or server.outages > 1:
+        if (wanted := _wanted_pause(error)) or server.outages > 1:
             server.rests_until = time.monotonic() + max(wanted, _pause(server.outages - 1))
-        if all(other.problem is not None for other in self.servers):
-            self.tell(_problems(self.servers))
+        if all(one.problem is not None for one in self.servers):
+            self.tell(_problems_of(self.servers))
 
-    async def _until_hopeless(self, attempt: Callable[..., Awaitable[None]], *args: Any):
-        """Repeat an attempt while it raises [`UnansweredError`], until all servers were down for the recovery timeout."""
+    async def _retry_until_timeout(self, attempt: Callable[..., Awaitable[None]], *args: Any):
+        """Repeat an attempt while it raises [`UnansweredError`], until all servers have been down for the recovery timeout."""
         try:
             await _retrying(lambda state: self._seconds_left() <= 0, self._seconds_left)(attempt, *args)
         except UnansweredError as error:
-            raise self._hopeless() from error
+            raise self._no_server_left() from error
 
-    def _hopeless(self) -> ConnectionError:
+    def _no_server_left(self) -> ConnectionError:
         return ConnectionError(
             f"No vLLM server is left, and none returned within {self.recovery_timeout:g} s (`recovery_timeout` of `vllm_server_kwargs`). "
-            f"{_problems(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
+            f"{_problems_of(self.servers)} Restart a server, then resume the training with `resume_from_checkpoint`, or run "
             "the same command again."
         )
 
     def _seconds_left(self) -> float:
-        """Seconds until there is no hope: of the recovery timeout, what is left of it once all servers are down."""
+        """Return the seconds that are left of the recovery timeout: infinite while a server has not failed."""
         now = time.monotonic()
         if any(server.problem is None for server in self.servers):
-            self._last_seen = now
+            self._last_healthy = now
             return math.inf
-        return self._last_seen + self.recovery_timeout - now
+        return self._last_healthy + self.recovery_timeout - now
 
     # ---- Requests ----
 
-    def serving(self) -> Serving:
-        """Servers at work on requests that are given to it, until it is closed."""
-        self._forget()
-        return Serving(self._serve)
+    def start(self) -> RequestLoop:
+        """Start a loop in which the servers work on requests."""
+        self._mark_unready()
+        return RequestLoop(self._serve)
 
     def stream(self, requests: Sequence[Send]) -> Iterator[tuple[int, Any]]:
         """
-        Results of requests with their places, in whatever order the servers finish.
+        Yield results of requests, each with its place among them, in whatever order the servers finish.
 
         Raises a `ConnectionError` if no server is left and none returns within the recovery timeout, [`ServerError`] if
         one request fails again and again on healthy servers, [`RequestRefusedError`] if a server refuses one.
         """
         if not requests:
             return
-        with closing(self.serving()) as serving:
-            places = {serving.submit(send): place for place, send in enumerate(requests)}
-            for result in as_completed([*places, serving.end]):
-                found = result.result()
-                yield places.pop(result), found
+        with closing(self.start()) as loop:
+            places = {loop.submit(send): place for place, send in enumerate(requests)}
+            for future in as_completed([*places, loop.finished]):
+                result = future.result()
+                yield places.pop(future), result
                 if not places:
                     return
 
     async def _serve(self, jobs: "asyncio.Queue[Job]"):
-        """Let every server work on the jobs, without an end."""
+        """Run all workers until one fails, or until cancelled."""
         try:
             async with open_client() as http, asyncio.TaskGroup() as tasks:
                 for server in self.servers:
@@ -273,12 +274,12 @@ class ServerPool:
     async def _work(
         self, http: httpx2.AsyncClient, server: VLLMServer, lock: asyncio.Lock, jobs: "asyncio.Queue[Job]"
     ):
-        """One of the requests that a server works on at a time."""
+        """Run one worker: a server has `max_concurrent_requests` of them, each with one request at a time."""
         while True:
             async with lock:
                 if not server.ready:
                     await asyncio.sleep(max(0.0, min(server.rests_until - time.monotonic(), self._seconds_left())))
-                    await self._until_hopeless(self._prepare, http, server)
+                    await self._retry_until_timeout(self._prepare, http, server)
             job = await jobs.get()
             if not server.ready:  # it was idle or failed in the meantime
                 jobs.put_nowait(job)
@@ -287,28 +288,28 @@ class ServerPool:
             try:
                 job.result.set_result(await job.send(http, server))
             except UnansweredError as error:
-                self._fail(server, error)
+                self._mark_failed(server, error)
                 self._send_again(job, server, error, jobs)
             except RequestRefusedError as error:
                 job.result.set_exception(error)
             else:
                 server.answered += 1
                 server.outages, server.failed = 0, set()
-                self._back(server)
+                self._mark_back(server)
             finally:
                 server.running -= 1
                 if server.running == 0:
                     server.ready = False  # idle, it might restart unnoticed
 
     def _send_again(self, job: Job, server: VLLMServer, error: UnansweredError, jobs: "asyncio.Queue[Job]"):
-        """Send a request again that a server has failed, unless healthy servers have failed it often."""
+        """Queue a request again that a server has failed, unless healthy servers have failed it too often."""
         server.failed.add(job)
         if not isinstance(error, BusyError) and len(server.failed) == 1:
             job.failed_on.append(server)
         elif self._seconds_left() <= 0:  # the server itself may be to blame
-            raise self._hopeless() from error
+            raise self._no_server_left() from error
         untried = [one for one in self.servers if one.problem is None and one not in job.failed_on]
-        if len(job.failed_on) >= _MOST_FAILURES and not untried:
+        if len(job.failed_on) >= _MAX_FAILURES and not untried:
             final = ServerError(f"A request failed {len(job.failed_on)} times. The last time: {error}")
             final.__cause__ = error
             job.result.set_exception(final)
@@ -318,28 +319,30 @@ class ServerPool:
 
 
 def _pause(attempt: int) -> float:
-    """Seconds before another attempt, the first of which is number 1."""
-    return min(_RETRY_SECONDS * 2.0 ** min(attempt - 1, 10), _MOST_SECONDS)
+    """Return the seconds to wait before another attempt, counted from 1."""
+    return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 10), _MAX_PAUSE)
 
 
-def _wanted(error: BaseException | None) -> float:
+def _wanted_pause(error: BaseException | None) -> float:
     return error.seconds if isinstance(error, BusyError) else 0.0
 
 
 def _retrying(stop: Callable[[RetryCallState], bool], longest: Callable[[], float]) -> AsyncRetrying:
+    """Repeat what raises [`UnansweredError`], with pauses that grow, of at most `longest()` seconds."""
+
     def wait(state: RetryCallState) -> float:
         error: Any = state.outcome and state.outcome.exception()
-        return max(0.0, min(max(_wanted(error), _pause(state.attempt_number)), longest()))
+        return max(0.0, min(max(_wanted_pause(error), _pause(state.attempt_number)), longest()))
 
     return AsyncRetrying(retry=retry_if_exception_type(UnansweredError), wait=wait, stop=stop, reraise=True)
 
 
 def _run(function: Callable[[], Awaitable[None]]):
-    """Run a coroutine function in an event loop on a thread of its own: the caller may have a loop running."""
+    """Run a coroutine function in another thread's event loop: the caller may have one running in this thread."""
     with start_blocking_portal() as portal:
         portal.call(function)
 
 
-def _problems(servers: list[VLLMServer]) -> str:
+def _problems_of(servers: list[VLLMServer]) -> str:
     failed = [server for server in servers if server.problem is not None]
     return " ".join(f"The vLLM server {server.url}: {server.problem}." for server in failed)

@@ -1,4 +1,4 @@
-"""What a weight sync needs besides the weights: a shared directory, and tokens to compare the log-probs on."""
+"""A weight sync besides the weights: a shared directory, and tokens to compare the log-probs on."""
 
 import socket
 import tempfile
@@ -24,19 +24,19 @@ _MAX_PROBE_TOKENS = 96
 
 
 def probe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context_length: int) -> list[int]:
-    """At least two tokens to compare log-probs on: a text, and tokens from all over the vocabulary."""
-    size = min(model.config.get_text_config().vocab_size, len(tokenizer))
-    count = min(_SPREAD_TOKENS, size, context_length // 2)
-    spread = [round(i * (size - 1) / max(count - 1, 1)) for i in range(count)]
+    """Return at least two tokens to compare log-probs on: those of a text, and some from all over the vocabulary."""
+    vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
+    count = min(_SPREAD_TOKENS, vocabulary, context_length // 2)
+    spread = [round(i * (vocabulary - 1) / max(count - 1, 1)) for i in range(count)]
     # The server generates one token after the probe
     room = min(_MAX_PROBE_TOKENS, context_length - 1) - count
     return tokenizer(_TEXT, add_special_tokens=False)["input_ids"][:room] + spread
 
 
 def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> list[float]:
-    """The model's log-probs of `token_ids[1:]`, in nats. Every process must call it: a sharded model computes together."""
-    # Through TRL's own path, at temperature 1: under ZeRO-3, a forward pass that takes another way through the modules
-    # than training does would upset what DeepSpeed has recorded of it
+    """Compute the model's log-probs of `token_ids[1:]`, in nats. Every process must call it, for a sharded model."""
+    # In the way that TRL computes them, at temperature 1: DeepSpeed ZeRO-3 has recorded the order of the modules in training, and
+    # does not work with another one
     base = base_model(model)
     forward, training = vars(base).get("forward"), model.training
     ids = torch.tensor([token_ids], device=device)  # (1, N)
@@ -58,8 +58,8 @@ def logprobs(model: nn.Module, token_ids: list[int], device: torch.device) -> li
 
 def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLMServer]) -> float:
     """
-    Mean absolute difference of log-probs, in nats, that rounding alone may make in the least precise of the types that trainer
-    and servers compute in.
+    Return the mean absolute difference of log-probs, in nats, that rounding alone may make in the least precise of the types that
+    trainer and servers compute in.
     """
     mixed = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
     dtypes = {mixed or str(model.dtype).removeprefix("torch."), *(server.dtype for server in servers)}
@@ -68,7 +68,7 @@ def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLM
 
 def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
     """
-    A new directory in `root` that trainer and servers share. The default is shared memory, if every server runs on this host.
+    Make a new directory in `root` that trainer and servers share. The default is shared memory, if every server runs on this host.
     """
     if root is None:
         here = "localhost", "127.0.0.1", "::1", socket.gethostname().lower()  # as the host of a URL is

@@ -1,4 +1,4 @@
-"""The weights of a model in training, as a checkpoint that vLLM loads: gathered and written piece by piece."""
+"""Writes the weights of a model in training as a checkpoint that vLLM loads, gathered piece by piece."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ from trl.distributed import DistributedBackend
 from .adapters import deltas, merged_parameters, whole
 
 
-# What wrappers put into the names of the parameters they wrap
+# Put by wrappers into the names of the parameters that they wrap
 _WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|_orig_mod)\.")
 _SAMPLED = 4096  # elements of each tensor, at least
 
@@ -43,8 +43,8 @@ def export_weights(
     Tensors are gathered one at a time and written under the names of a published checkpoint, floating-point ones as
     `dtype`, in files of `max_shard_bytes`, which is about half of the memory that writing takes (a larger tensor has a file
     of its own). LoRA adapters are merged into what is written; the model itself is not touched. Tied weights are written
-    under each of their names: vLLM leaves the output layer of a model with tied embeddings as it was, and says nothing,
-    when `lm_head.weight` is not in the checkpoint it reloads. `changes` sees every tensor as it is written.
+    under each of their names: vLLM silently leaves the output layer of a model with tied embeddings as it was if
+    `lm_head.weight` is not in the checkpoint that it reloads. `changes` sees every tensor as it is written.
     """
     base = base_model(model)
     weights = _full_tensors(model, _backend(accelerator))
@@ -60,14 +60,14 @@ def export_weights(
         return _write(tensors if changes is None else changes.watch(tensors), directory, max_shard_bytes)
     except Exception:
         shutil.rmtree(directory, ignore_errors=True)
-        deque(weights, maxlen=0)  # the other processes wait in the gathers that are left
+        deque(weights, maxlen=0)  # the other processes wait in the remaining gathers
         raise
 
 
 def export_adapter(
     model: PeftModel, adapter: str, accelerator: Accelerator, directory: Path, dtype: torch.dtype | None = None
 ) -> int:
-    """Write a LoRA adapter as PEFT does, and return its bytes, as [`export_weights`] does with whole weights."""
+    """Write a LoRA adapter as PEFT does, and return its bytes; every process must call it, see [`export_weights`]."""
     own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     with _backend(accelerator).gather_params([*own.values()]):
         tensors = {_WRAPPERS.sub("", name): whole(weight).to("cpu", dtype) for name, weight in own.items()}
@@ -75,7 +75,7 @@ def export_adapter(
         return 0
     tensors = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
     config: Any = copy.copy(model.peft_config[adapter])
-    # The servers' base model is compared with the one that is trained, whatever the adapter began with
+    # However the adapter was initialised: the servers' base model is compared with the one in training
     config.inference_mode, config.init_lora_weights = True, True
     config.save_pretrained(directory)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -83,10 +83,7 @@ def export_adapter(
 
 
 class ChangedShare:
-    """
-    The share of the exported weights that an update has moved, estimated from a sample of each tensor. A change that is far below the
-    rounding of a usual weight, as of a bias near zero, does not count: it moves no log-prob.
-    """
+    """Estimates the share of the exported weights that an update has moved, from a sample of each tensor."""
 
     def __init__(self):
         self._before: dict[str, torch.Tensor] = {}
@@ -102,26 +99,24 @@ class ChangedShare:
                 self._now[name] = flat[::stride].clone()
             yield name, tensor
 
-    def share(self) -> float:
-        """The share of the sampled weights that the last export has moved, from 0 to 1; 1 before the second export."""
-        if self._before.keys() != self._now.keys():
-            return 1.0
-        now = torch.cat([tensor.float() for tensor in self._now.values()])
-        before = torch.cat([tensor.float() for tensor in self._before.values()])
-        rounding = max(torch.finfo(tensor.dtype).eps for tensor in self._now.values())
-        moved = (now - before).abs() > now.abs().median() * rounding / 16
-        return float(moved.float().mean())
-
-    def in_bytes(self, dtype: torch.dtype) -> float:
-        """The share of the sampled weights that the last export has changed at all, rounded to a type; NaN before the second export."""
-        before = self._before
-        differ = [now.to(dtype) != before[name].to(dtype) for name, now in self._now.items() if name in before]
-        return float(torch.cat(differ).float().mean()) if differ else math.nan
+    def share(self, dtype: torch.dtype) -> float:
+        """
+        Return the share of the sampled weights, rounded to a type, that the last export has moved; NaN before the second export. A
+        change far below the rounding of a usual weight, as of a bias near zero, does not count: it moves no log-prob.
+        """
+        if not self._before or self._before.keys() != self._now.keys():
+            return math.nan
+        before, now = (
+            torch.cat([sample.to(dtype).float() for sample in samples.values()])
+            for samples in (self._before, self._now)
+        )
+        least = now.abs().median() * torch.finfo(dtype).eps / 16
+        return float(((now - before).abs() > least).float().mean())
 
 
 def untied_weights(model: nn.Module) -> tuple[str, str] | None:
     """
-    Names of two parameters that the model should have tied and that differ, or will once adapters are trained; the tied one first. A
+    Return the names of two parameters that the config ties and that differ, or will once adapters are trained; the tied one first. A
     server would use one of them for both.
     """
     tied: Any = base_model(model)
@@ -134,7 +129,7 @@ def untied_weights(model: nn.Module) -> tuple[str, str] | None:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
-    """Name in the base model, parameter, and the LoRA layer that adds to it, of every weight, tied ones under each name."""
+    """Yield name in the base model, parameter, and the LoRA layer that adds to it; a tied weight under each of its names."""
     wrapped: Any = model
     plain = ((name, parameter, None) for name, parameter in model.named_parameters(remove_duplicate=False))
     for name, parameter, layer in merged_parameters(wrapped) if is_peft_model(model) else plain:
@@ -142,13 +137,13 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Any]]:
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The model without what PEFT wraps it in."""
+    """Return the model without PEFT's wrapper."""
     wrapped: Any = model
     return wrapped.get_base_model() if is_peft_model(model) else wrapped
 
 
 def _write(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, max_shard_bytes: int) -> int:
-    """Write tensors as a sharded checkpoint, no more than one shard in memory; return its size."""
+    """Write tensors as a sharded checkpoint, with one shard in memory at a time. Returns its bytes."""
     files: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(_shards(tensors, max_shard_bytes), start=1):
@@ -177,11 +172,11 @@ def _shards(tensors: Iterator[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
 def _published(
     weights: Iterator[tuple[str, torch.Tensor]], base: PreTrainedModel, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights on the CPU, by the names and in the parts that a published checkpoint has."""
+    """Yield the weights on the CPU, with the names and in the parts of a published checkpoint."""
     for name, tensor in weights:
         tensor = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)
         for published, part in revert_weight_conversion(base, {name: tensor}).items():
-            # A part may be a view, and of a view safetensors would write the whole
+            # A part may be a view, and safetensors would write all of its storage
             yield published, part.clone() if part.numel() < tensor.numel() else part.contiguous()
 
 
@@ -193,7 +188,7 @@ def _backend(accelerator: Accelerator) -> DistributedBackend:
 
 
 def _full_tensors(model: nn.Module, backend: DistributedBackend) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and full tensor of every weight. The tensor is only there until the next one is asked for."""
+    """Yield name and full tensor of every weight. The tensor is valid only until the next one is asked for."""
     for name, parameter, layer in _parameters(model):
         with backend.gather_params([parameter] if layer is None else list(layer.parameters())):
             tensor = whole(parameter)

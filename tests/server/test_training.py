@@ -85,7 +85,7 @@ def test_servers_and_transformers_complete_alike(servers, models, tmp_path):
 
 
 def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
-    monkeypatch.setitem(play_run.TEMPLATES, "tagged", play_run.Words())  # any answer is a problem, another one another
+    play_run.use_words(monkeypatch.setattr)
     (tmp_path / "model").symlink_to(models["untied"])
     answers, generate = [], ServerEngine.generate
 
@@ -102,7 +102,7 @@ def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
     part = trainer.generation_step.instruction
     table = part.pool.rows
     assert (table["visits"].sum(), table["visits"].max()) == (15, 1)
-    written = {play_run.Words().read(text, 2, False)[0].text for _, _, text in answers}
+    written = {play_run.read_problems(text, 2, False)[0].text for _, _, text in answers}
     assert set(table["text"]) <= written and len(written) > 10
     assert [sample for sample, *_ in answers].count(0) == part.writer.rounds
     assert len(answers) == 4 * part.writer.rounds and {penalty for _, penalty, _ in answers} == {1.0}

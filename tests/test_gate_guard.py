@@ -5,8 +5,8 @@ import pytest
 
 import tiny
 from lze_trl.batch import Batch
-from lze_trl.rollout.controllers import Gate, ask
-from lze_trl.rollout.payoff import TO_GO_ON, TO_STOP, GateGuard
+from lze_trl.rollout.controllers import Gate, requested_counts
+from lze_trl.rollout.gate_guard import TO_GO_ON, TO_STOP, GateGuard
 from samples import prompts_of, rollouts
 from test_controllers_training import HALF_DEAD, make, scripted
 from test_gate import SIZE, World
@@ -23,16 +23,16 @@ KINDS = {"unlikely": (0.0, 1.0), "stopped": (1.0, 0.0), "kept": (1.0, 1.0)}
 def drawn_by(gate: Gate, count: int, rng: np.random.Generator):
     """For some prompts of each kind, in turn: chances of being begun and completed, 0 where they were not, and completions drawn."""
     alive, given = np.array([KINDS[name] for name in KINDS] * count).T
-    lots, known = rng.random(len(alive)), {"alive": alive, "alive_needed": np.full(len(alive), 0.5)}
+    random_draws, known = rng.random(len(alive)), {"alive": alive, "alive_needed": np.full(len(alive), 0.5)}
     guard, none = GateGuard(on=False), rollouts({i: [] for i in range(len(alive))})
-    prompts = guard.told(prompts_of(len(alive), **known), lots, np.ones(len(alive)))
-    begun = ask(gate, 0, prompts, none, rng)
-    begins = np.where(begun > 0, gate.chances(0, prompts, none), 0.0)
+    prompts = guard.with_guard_columns(prompts_of(len(alive), **known), random_draws, np.ones(len(alive)))
+    begun = requested_counts(gate, 0, prompts, none, rng)
+    begins = np.where(begun > 0, gate.probabilities(0, prompts, none), 0.0)
     first = rollouts({i: [1.0] * count for i, count in enumerate(begun)})
     seen = {"alive_given_first": np.where(begun > 0, given, np.nan)}
-    prompts = guard.told(prompts_of(len(alive), **known, **seen), lots, begins)
-    others = ask(gate, 1, prompts, first, rng)
-    return begins, np.where(others > 0, gate.chances(1, prompts, first), 0.0), begun + others
+    prompts = guard.with_guard_columns(prompts_of(len(alive), **known, **seen), random_draws, begins)
+    others = requested_counts(gate, 1, prompts, first, rng)
+    return begins, np.where(others > 0, gate.probabilities(1, prompts, first), 0.0), begun + others
 
 
 @pytest.mark.parametrize(("explore", "recheck", "control"), [(0.05, 0.1, 0.05), (0.3, 0.5, 0.0), (0.01, 0.0, 0.05)])
@@ -60,7 +60,7 @@ def test_what_the_gate_keeps_and_costs_is_estimated_without_bias():
         drawn = rollouts({i: [float(alive[i]), *[0.0] * 3][: sizes[i]] for i in range(prompts)})
         tokens = np.where(kind == 0, 30, 10)[drawn.group]
         drawn = drawn.with_rows(prompt_tokens=0 * tokens, completion_tokens=tokens)
-        guard.see(drawn, begins * finished, (sizes > 0) * 1.0, (finished > 0) * 1.0, 4)
+        guard.update(drawn, begins * finished, (sizes > 0) * 1.0, (finished > 0) * 1.0, 4)
     told, third = guard.metrics(), prompts / 3
     chances = np.array([0.1 * 1.0, 0.05, 1.0])  # of being whole
     live = third * np.array([1 / 3, 1.0, 3 / 4])
@@ -90,7 +90,7 @@ def batches(before: bool, live_stopped: float, seed: int, most: int, prompts: in
         outcomes[np.unique(group, return_index=True)[1]] = live
         seen = np.where(drawn, 1.0 if before else whole, 0.0)
         batch = Batch.of(np.arange(prompts), group, outcomes, outcomes, ones, ones)
-        guard.see(batch, seen, np.ones(prompts), whole if before else drawn * 1.0, SIZE)
+        guard.update(batch, seen, np.ones(prompts), whole if before else drawn * 1.0, SIZE)
         if guard.draws_whole != before:
             return count
     return most
@@ -110,21 +110,16 @@ def test_it_changes_its_mind_within_a_few_batches_where_that_is_worth_something(
     assert np.quantile([batches(False, 1.0, seed, most=100, prompts=256) for seed in range(10)], 0.9) <= 10
 
 
-@pytest.mark.parametrize("live", [0.5, 1.0])
-def test_a_gate_that_does_not_pay_never_begins(live):
-    assert [batches(True, live, seed, most=100) for seed in range(3)] == [100] * 3
-
-
 class Moody(Gate):
     """A gate that, in a bad mood, takes groups for alive where it would take them for dead."""
 
     bad = False
 
-    def chances(self, round, prompts, drawn):
+    def probabilities(self, round, prompts, drawn):
         if Moody.bad:
             name = "alive_given_first" if round else "alive"
             prompts = prompts.with_columns(**{name: 2.0 * prompts.alive_needed - getattr(prompts, name)})
-        return super().chances(round, prompts, drawn)
+        return super().probabilities(round, prompts, drawn)
 
 
 def test_the_gate_is_stopped_while_it_is_wrong_and_returns(caplog, monkeypatch):
@@ -171,10 +166,10 @@ def test_resumed_it_is_the_uninterrupted_run_bit_for_bit(tmp_path):
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert distance(whole, resumed) == 0.0
-    memories = ((run.generation_step.rounds.guard, run.prompt_state.gate) for run in (whole, resumed))
+    memories = ((run.generation_step.rounds.guard, run.prompt_state.threshold) for run in (whole, resumed))
     for ours, theirs in zip(*memories, strict=True):
         np.testing.assert_equal(ours.state_dict(), theirs.state_dict())
-    forecast = whole.prompt_state.gate.state_dict()
+    forecast = whole.prompt_state.threshold.state_dict()
     assert forecast["weights"].any() and forecast["recent"].any()
     decided = tiny.history(whole, "lze/guard")
     assert decided[0] == 0.0 and decided[-1] == 1.0

@@ -16,36 +16,36 @@ from torch import nn
 
 from .answers import SURPLUS
 from .episodes import failures
-from .settling import GroupReward
+from .group_rewards import GroupReward
 
 
 logger = logging.getLogger(__name__)
 
 
 class RewardError(ValueError):
-    """What a reward function returned is no reward; the message says what is."""
+    """What a reward function returned is not a reward; the message says what is."""
 
 
 class RewardNotes:
-    """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, ballots."""
+    """What reward functions note beside their rewards: columns for TRL's table of completions, metrics, readings of group rewards."""
 
     def __init__(self):
-        # Of the latest round: columns by name, of two functions with one name the last one's
+        # Of the latest round, by name; if two functions use one name, the last one's
         self.columns: dict[str, list] = {}
-        self.ballots: dict[int, list] = {}  # by the column of a group reward
+        self.readings: dict[int, list] = {}  # by the column of a group reward
         self.num_rows = 0  # completions of the round
         self._metrics: dict[str, list[float]] = defaultdict(list)
 
     def begin_round(self, num_rows: int):
-        """So many completions are about to be made and scored: as often, the metrics of the round count in the mean over rounds."""
-        self.columns, self.ballots, self.num_rows = {}, {}, num_rows
+        """Prepare for a round of so many completions: its metrics count as often in the mean over rounds."""
+        self.columns, self.readings, self.num_rows = {}, {}, num_rows
 
     def column(self, name: str, values: Iterable):
-        """TRL's `log_extra`."""
+        """Note a column for TRL's table of completions, as `log_extra` does."""
         self.columns[name] = list(values)
 
     def metric(self, name: str, value: float):
-        """TRL's `log_metric`."""
+        """Note a metric, as TRL's `log_metric` does."""
         self._metrics[name] += [value] * self.num_rows
 
     def take_metrics(self) -> dict[str, list[float]]:
@@ -53,22 +53,17 @@ class RewardNotes:
         return taken
 
 
-FAILED = -1e30
-"""Stands for the score of a completion where a reward function that may fail does: no reward is like it."""
-
-
 def checked(
     reward_func: Any,
     name: str,
     notes: RewardNotes | None = None,
     reasons_now: Callable[[Any], Sequence[str | None]] = failures,
-    may_fail: bool = False,
 ) -> Any:
     """
-    A reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and an
-    exception says `name`, or gives every completion `FAILED` if it `may_fail`. A reward model is left as it is. What it logs goes
-    into the `notes`, if they are given, and else to TRL. `reasons_now` says of environments why each completion is left out, as
-    [`failures`] does: the function does not see those.
+    Return a reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and its
+    exceptions say `name`. A reward model is returned as it is. What the function logs goes into the `notes`, if they are given, and
+    else to TRL. `reasons_now` says of environments why each completion is left out, as [`failures`] does: the function does not
+    see those.
 
     NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
     """
@@ -77,7 +72,7 @@ def checked(
 
     def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Sequence[str | None]]:
         reasons = reasons_now(kwargs.get("environments"))  # before the call, in which further episodes may fail
-        given = _of_episodes(kwargs, reasons)
+        given = _without_left_out(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
 
         def log_extra(column: str, values: Iterable):
@@ -93,46 +88,42 @@ def checked(
         return given | own, reasons
 
     @contextmanager
-    def noted():
+    def errors_named():
         try:
             yield
         except Exception as error:
             error.add_note(f"Raised by the reward function '{name}'.")
-            if not may_fail:
-                raise
-            logger.info("A part of a group has no score.", exc_info=True)
+            raise
 
     def guarded(*args, **kwargs):
-        with noted():
+        with errors_named():
             given, reasons = arguments(kwargs)
             returned = reward_func(*args, **given) if given["completions"] else []
-            return of_all(_scores(returned, name, given), reasons)
-        return [FAILED] * len(kwargs["completions"])
+            return of_all(_checked_scores(returned, name, given), reasons)
 
     async def guarded_later(*args, **kwargs):
-        with noted():
+        with errors_named():
             given, reasons = arguments(kwargs)
             returned = await reward_func(*args, **given) if given["completions"] else []
-            return of_all(_scores(returned, name, given), reasons)
-        return [FAILED] * len(kwargs["completions"])
+            return of_all(_checked_scores(returned, name, given), reasons)
 
     return guarded_later if is_async(reward_func) else guarded
 
 
 def is_plain_function(reward_func: Any) -> bool:
-    """Whether a reward function can be called for some completions at any time: a plain function."""
+    """Return whether a reward function can be called for some completions at any time: a plain function."""
     return not (isinstance(reward_func, (nn.Module, GroupReward)) or is_async(reward_func))
 
 
 def is_async(func: Any) -> bool:
-    """Whether calling a function, or an object with `__call__`, returns a coroutine."""
+    """Return whether calling a function, or an object with `__call__`, returns a coroutine."""
     while isinstance(func, functools.partial):
         func = func.func
     return inspect.iscoroutinefunction(func) or inspect.iscoroutinefunction(func.__call__)
 
 
-def _of_episodes(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[str, Any]:
-    """Arguments of a reward function without the completions that are left out."""
+def _without_left_out(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[str, Any]:
+    """Return the arguments of a reward function without the completions that are left out."""
     if not any(reasons):
         return kwargs
     return {
@@ -144,15 +135,15 @@ def _of_episodes(kwargs: dict[str, Any], reasons: Sequence[str | None]) -> dict[
 
 
 def of_all(values: list, reasons: Sequence[str | None]) -> list:
-    """The values of all completions: `None` where one has failed, and any number for a surplus one, of which TRL would warn else."""
+    """Return the values of all completions: `None` for a failed one, a number for a surplus one, since TRL warns of `None`."""
     if not any(reasons):
         return values
     given = iter(values)
     return [next(given) if reason is None else 0.0 if reason == SURPLUS else None for reason in reasons]
 
 
-def _scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
-    """What a reward function has returned, as numbers and None."""
+def _checked_scores(returned: Any, name: str, given: dict[str, Any]) -> list[float | None]:
+    """Return what a reward function has returned, as numbers and None."""
     advice = "Return a list with one finite number for each completion, or None in it where the reward does not apply."
     a_list = isinstance(returned, Iterable) and not isinstance(returned, (str, bytes, Mapping, Set))
     if not a_list or (isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim == 0):

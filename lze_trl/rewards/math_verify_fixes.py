@@ -1,8 +1,8 @@
 r"""
-The gaps of math-verify 0.9: rewrites before it reads an answer, and checks of what it calls equal.
+Fixes for math-verify 0.9: rewrites before it reads an answer, and checks of what it calls equal.
 
-Every rewrite stands in `REWRITES`, with an example. `tests/test_grading.py` has an answer that each example equals and one that it
-does not, and fails where an entry is not needed, as it may be with a newer math-verify: then delete it.
+Every rewrite stands in `REWRITES`, with an example. `tests/test_answers.py` has an answer that each example equals and one that it
+does not, and fails for an entry that is not needed, as it may be with a newer math-verify: then delete the entry.
 """
 
 import re
@@ -78,7 +78,7 @@ REWRITES: tuple[tuple[str, str | Callable[[re.Match], str], str], ...] = (
     (r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?!\w|\.\d)", r"\1 \\times 10^{\2}", "4.5e33"),  # 4.5·e·33
     (r"(?<=\d)i(?![a-zA-Z])", " i", "3i-2j"),  # not the same i
 )
-"""Patterns, what stands for them, and an example, applied one after the other."""
+"""Patterns, their replacements, and an example each, applied one after the other."""
 
 _SET = re.compile(
     r"(?:\\left\s*)?\\\{\s*([a-zA-Z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*R\s*\}?\s*)?"
@@ -89,13 +89,13 @@ _INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|lt|gt|ne)(?:q|qslant)?(?![a-zA-Z])")
 
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|rm)\s*\{([^{}]*)\}")
 _TEXT_UNITS = re.compile(rf"(?:(?:\s|~|\\[,;: ]|/|\\cdot)*{_TEXT.pattern}(?:\^\s*(?:\d|\{{\s*-?\d\s*\}}))?)+\s*$")
-# Words that make another answer of the value before them
+# Words that change the value before them
 CHANGES = (
     r"or|nor|no|never|wait|actually|rather|instead|maybe|perhaps|possibly|alternatively|either|wrong|incorrect|than|unless|mod|"
     r"modulo|squared|cubed|factorial|half|halves|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths?|"
     r"(?:dozen|hundred|thousand|[mbtr]+illion)s?"
 )
-# Anything can be counted, so what is no unit is listed
+# Anything can be counted, so the list is of what is not a unit
 _NO_UNIT = re.compile(
     rf"""[^\w\s./^°$¢'’()-] | \d | [或和不万亿千百十] | \btimes(?!\s*$|\s+as\b) | \bpoint\s+\w | \b(?:{CHANGES}|
         and|not|but|if|is|it|its|was|are|be|to|then|else|except|without|percent|probably|false|plus|minus|over|into|power|negative|
@@ -157,7 +157,7 @@ def _shares(text: str) -> list[Fraction]:
     return [part / (sum(parts) or 1) for part in parts]
 
 
-# Forms whose values math-verify does not compare: names, orders such as BCA, and words; dates; times; ratios
+# Forms that math-verify does not compare by value: names, orders such as BCA, and words; dates; times; ratios
 _FORMS: tuple[tuple[re.Pattern, Callable[[str], list]], ...] = (
     (
         re.compile(
@@ -175,8 +175,8 @@ PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))  # as math-verify has it
 
 def rewrite(text: str) -> str:
     """
-    Rewrite an answer, LaTeX or plain text, so that math-verify reads it as it is meant. Units behind a value go, and a set of the
-    numbers in a range becomes the inequality.
+    Rewrite an answer, LaTeX or plain text, so that math-verify reads what is meant. Removes units after a value, and turns a set of
+    the numbers in a range into the inequality.
     """
     text = text.strip()
     for pattern, replacement, _ in REWRITES:
@@ -198,26 +198,26 @@ def _without_units(text: str) -> str:
 
 
 def _is_unit(text: str, longer: int = 2) -> bool:
-    """Whether words are a unit: known ones, or longer ones than so many letters that are not known to be something else."""
+    """Return whether words are a unit: known units, or words of more than `longer` letters that are not known to be something else."""
     words = re.findall(r"[^\W\d_]+", text)
     known = [len(word) > longer or {word, word.removesuffix("s")} & _UNITS for word in words]
     return all(known) and _NO_UNIT.search(text) is None
 
 
 def unit_names(text: str) -> frozenset[tuple[int, str]]:
-    """Kinds and names of the units in an answer as it was given."""
+    """Return kinds and names of the units in an answer as it was given."""
     tokens = re.findall(r"[a-z]+(?:\.[a-z]\b)*|[$¢€£]", _COMMAND.sub(" ", text).lower())
     return frozenset(_UNIT_OF[name] for name in (token.replace(".", "") for token in tokens) if name in _UNIT_OF)
 
 
 def differ_in_units(gold: frozenset[tuple[int, str]], answer: frozenset[tuple[int, str]]) -> bool:
-    """Whether two answers name different units of a kind, as dollars and cents; one that names none does not differ."""
+    """Return whether two answers name different units of a kind, as dollars and cents; one without a unit does not differ."""
     kinds = {kind for kind, _ in gold} & {kind for kind, _ in answer}
     return any(kind in kinds for kind, _ in gold ^ answer)
 
 
 def split_option(text: str) -> tuple[str | None, str | None]:
-    """Letter and text of an option: B and 27 of "(B) 27". What names a further option is text alone."""
+    """Split an option into letter and text: B and 27 of "(B) 27". A text that names a further option has no letter."""
     match = _OPTION.fullmatch(text)
     if match is None or _FURTHER_OPTION.search(match[3] or ""):
         return None, text
@@ -226,21 +226,21 @@ def split_option(text: str) -> tuple[str | None, str | None]:
 
 def as_words(text: str) -> str | None:
     """
-    The text of an answer that has words in it: math-verify multiplies their letters, and takes a set or an interval out of any
-    sentence. `None` if it has none.
+    Return the text of an answer that has words in it, else `None`: math-verify multiplies their letters, and takes a set or an
+    interval out of any sentence.
     """
     return " ".join(_FONT.sub(r"\1", text).split()) if _PROSE.search(_NAMES.sub("", text)) else None
 
 
 def with_union(text: str, values: list[Any]) -> list[Any]:
-    """Add the union of intervals that "x < 1 or x > 2" is, to the set of two inequalities that math-verify reads."""
+    """Add the union of intervals that "x < 1 or x > 2" means to what math-verify reads: a set of two inequalities."""
     sides = values[0].args if isinstance(values[0], sympy.FiniteSet) and _OR.search(text) else ()
     is_union = sides and all(isinstance(side, Relational) and str(side.free_symbols) == "{x}" for side in sides)
     return [sympy.Union(*(side.as_set() for side in sides)), *values] if is_union else values
 
 
 def is_too_large(text: str) -> bool:
-    """Whether math-verify would take too long to read an answer: such an answer is compared as text."""
+    """Return whether math-verify would take too long to read an answer, which is then compared as text."""
     depth = deepest = 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")
@@ -250,10 +250,11 @@ def is_too_large(text: str) -> bool:
 
 def equal_as_text(gold: str, answer: str) -> bool | None:
     """
-    Whether two answers are equal, where it is their text that tells: both are words, dates, times or ratios, of which math-verify
-    makes products, differences and quotients. `False` if one is a date; for a set and a pair; for different bases, as in `52_8`,
-    which it drops; and for decimals that differ before the end of the shorter one, of which it compares six places. `None` if
-    their values have to be compared.
+    Compare two answers by their text, if that decides; else return `None`, and their values have to be compared.
+
+    It decides for two answers that are words, dates, times or ratios, which math-verify takes for products, differences and quotients.
+    It is `False` for a date and anything else; for a set and a pair; for different bases, as in `52_8`, which math-verify ignores; and
+    for decimals that differ before the end of the shorter one, because math-verify compares six places.
     """
     for form, read in _FORMS:
         if form.fullmatch(gold) and form.fullmatch(answer):
@@ -273,11 +274,11 @@ def equal_as_text(gold: str, answer: str) -> bool | None:
 
 def is_really_equal(gold: Any, answer: Any) -> bool:
     """
-    Whether two values are equal that math-verify calls equal.
+    Return whether two values are equal that math-verify calls equal.
 
-    It compares six decimals, so all small numbers are equal, and it compares relations by their solutions: "1 = 0" and "1 > 0" equal
-    any that have none, or all. Of "24 + 3 = 27" only the right side was compared. It takes the ends of "1 < x < 2" for a pair, and
-    1% for 1: a percentage is its number without the sign where that is more than 1, and no share.
+    math-verify compares six decimals, so all small numbers are equal; relations by their solutions, so "1 = 0" equals whatever has
+    none and "1 > 0" whatever all numbers solve; and of "24 + 3 = 27" only the right side. It takes the ends of "1 < x < 2" for a pair,
+    and 1% for 1: a percentage equals its number without the sign only if that is more than 1.
     """
     for one, other in ((gold, answer), (answer, gold)):
         if isinstance(one, Relational) and all(map(_is_number, one.args)):
@@ -295,12 +296,12 @@ def is_really_equal(gold: Any, answer: Any) -> bool:
 
 
 def is_share(value: Any) -> bool:
-    """Whether a value is a number of at most 1 by size: with a percent sign it is another one."""
+    """Return whether a value is a number of at most 1 by size, which a percent sign would change."""
     return isinstance(value, sympy.Expr) and bool(value.is_number) and bool(abs(value) <= 1)
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number, and no percentage: that equals its number, too."""
+    """Return whether a value is a number that is not a percentage."""
     return isinstance(value, sympy.Expr) and value.is_number and not value.has(sympy.UnevaluatedExpr)
 
 

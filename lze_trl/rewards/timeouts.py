@@ -1,9 +1,9 @@
 """
 Limits of computing time for answers that SymPy would compute for minutes.
 
-The time is that of the thread on the processor, so a busy machine makes no difference. An interruption arrives between two Python
-instructions, in regular expressions and in arithmetic, and again until the computation ends: whatever catches exceptions on the way
-cannot stop it. Signals reach the main thread only: what another thread asks for is computed by the main thread of a helper process.
+The processor time of the thread counts, so a busy machine makes no difference. A signal interrupts the computation between two Python
+instructions, in regular expressions and in arithmetic, and repeats until the computation ends, whatever catches exceptions on the way.
+Signals reach the main thread only: what another thread asks for is computed by the main thread of a helper process.
 """
 
 import functools
@@ -22,20 +22,20 @@ from sympy.core.cache import clear_cache
 
 
 ANSWER_SECONDS = 1.0
-"""Most that reading an answer and comparing it may take."""
+"""Most computing time for reading an answer and comparing it."""
 
 BATCH_SECONDS = 10.0
 SURE_SECONDS = 0.1
-"""What the answers of a batch may take together beyond the second number, which each of them has in any case."""
+"""Computing time that the answers of a batch share, and the time that each of them has besides."""
 
 HELPER_SECONDS = 10.0
-"""Computing time after which the system ends a helper process, whatever it is in."""
+"""Computing time of one request after which the system ends a helper process, also within a computation in C."""
 
 _TICK = 0.05
 
 
 class GradingTimeout(Exception):  # noqa: N818
-    """An answer that cannot be read or compared in time."""
+    """Raised if an answer cannot be read or compared in time."""
 
 
 class _Interruption(BaseException):
@@ -44,7 +44,7 @@ class _Interruption(BaseException):
 
 class _State(threading.local):
     runs = False  # whether a limit is set
-    left: float | None = None  # of the budget of a batch
+    left: float | None = None  # seconds left of the budget of a batch
 
 
 _this_thread = _State()
@@ -53,7 +53,7 @@ _this_thread = _State()
 @contextmanager
 def budget(seconds: float | None = None) -> Iterator[None]:
     """
-    Within this block, answers share so many seconds, by default `BATCH_SECONDS`. When they are used up, each still has
+    Within this block, let answers share so many seconds, by default `BATCH_SECONDS`. When these are used up, each answer still has
     `SURE_SECONDS`.
     """
     before, _this_thread.left = _this_thread.left, BATCH_SECONDS if seconds is None else seconds
@@ -63,13 +63,13 @@ def budget(seconds: float | None = None) -> Iterator[None]:
         _this_thread.left = before
 
 
-def in_time(function: Callable, *args: Any, seconds: float | None = None) -> Any:
+def run_with_timeout(function: Callable, *args: Any, seconds: float | None = None) -> Any:
     """
-    The result of a function that may compute for `seconds`; by default, for what the limit of an answer and the budget leave.
+    Return the result of a function that may compute for `seconds`; by default, for what the limit of an answer and the budget leave.
     Raises [`GradingTimeout`] if it takes longer. Within another such call, the limit of the outer one holds.
     """
     if _this_thread.runs or threading.current_thread() is not threading.main_thread():
-        return function(*args)  # what ends it goes on to the outer call: the inner one has not used up its own time
+        return function(*args)  # the interruption goes on to the outer call: this one has not used up its own time
     begin, left = thread_time(), _this_thread.left if seconds is None else None
     if seconds is None:
         longest = ANSWER_SECONDS - SURE_SECONDS
@@ -84,14 +84,16 @@ def in_time(function: Callable, *args: Any, seconds: float | None = None) -> Any
     _this_thread.runs = True
     try:
         try:
-            # By the time of all threads on the processor, which is no less than that of this one
+            # It counts the processor time of all threads, which is at least that of this one
             signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)
             return function(*args)
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except _Interruption:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)  # it may have come just before the first
-        clear_cache()  # expressions whose properties were being computed
+        signal.setitimer(
+            signal.ITIMER_VIRTUAL, 0
+        )  # the interruption may have come just before the line that stops the timer
+        clear_cache()  # of SymPy's expressions, whose properties were being computed
         raise GradingTimeout from None
     finally:
         signal.signal(signal.SIGVTALRM, signal.SIG_DFL if previous is None else previous)
@@ -105,8 +107,8 @@ _functions: dict[str, Callable] = {}  # what the helper process can be asked for
 
 def in_main_thread(function: Callable) -> Callable:
     """
-    A function that computes in a main thread, so that [`in_time`] limits it: in another thread, it is called in the helper process.
-    Arguments and result must be what JSON can express; tuples come back as lists.
+    Make a function compute in a main thread, so that [`run_with_timeout`] limits it: called in another thread, it runs in the helper
+    process. JSON must be able to express arguments and result; tuples come back as lists.
     """
     _functions[function.__qualname__] = function
 
@@ -120,7 +122,7 @@ def in_main_thread(function: Callable) -> Callable:
 
 
 class _Helper:
-    """A process that computes what is asked for, one thing after the other. It starts when it is first needed, without a fork."""
+    """Runs a process that computes one request after the other. It starts when it is first needed, without a fork."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -128,7 +130,7 @@ class _Helper:
 
     def call(self, name: str, args: tuple) -> Any:
         with self.lock:
-            # Whatever happens now, the next answer of a process is not another one's
+            # If anything is raised below, this process is not asked again: its next answer would be for this request
             process, self.process = self.process or self._start(), None
             stdin: Any = process.stdin
             stdout: Any = process.stdout
@@ -146,20 +148,20 @@ class _Helper:
         return result
 
     def _start(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "from lze_trl.rewards.limit import serve; serve()"]
+        command = [sys.executable, "-c", "from lze_trl.rewards.timeouts import serve; serve()"]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         return subprocess.Popen(command, **pipes, env=environment, text=True, encoding="utf-8", start_new_session=True)
 
 
 _helper = _Helper()
-# That of the parent is not the child's
+# A child process needs a helper of its own
 os.register_at_fork(after_in_child=lambda: vars(_helper).update(vars(_Helper())))
 
 
 def serve():
-    """Be the helper process: compute what comes on standard input, a line of JSON each, until it ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever prints
+    """Run the helper process: compute requests from standard input, a line of JSON each, until it ends."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # for whatever prints
     for line in sys.stdin:
         name, args, _this_thread.left = json.loads(line)
         # Its signal ends the process, also within a computation in C

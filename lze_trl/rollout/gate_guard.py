@@ -1,0 +1,148 @@
+"""Tests whether a gate pays, by groups that are drawn whole whatever it forecasts."""
+
+import logging
+
+import numpy as np
+
+from ..batch import Batch, Prompts, group_variance
+from ..memory.regression import SCORE_MEMORY
+from ..memory.state import PromptState
+from .controllers import Gate
+from .estimates import StoppedGroups
+
+
+logger = logging.getLogger(__name__)
+
+TO_STOP, TO_GO_ON = 10.0, 20.0
+"""Capital from which the guard stops the gate, and lets it go on: a closer look costs a batch or two, a gate that does not pay many."""
+_BETS = 0.9 * 0.5 ** np.arange(7)  # share of the capital that one group can lose
+_RECENT = 128  # prompts on which λ rests
+
+
+class GateGuard:
+    """
+    Tests after every batch whether a gate pays, and has all groups drawn whole as long as it does not.
+
+    Live groups are cheaper with the gate if, and only if, what it stops would give fewer of them for each further completion than λ,
+    what its own completions give. This is estimated from groups that chance has drawn whole; each represents 1 / probability groups.
+    Capital is bet against what the guard believes, by a factor of 1 + bet · evidence for each prompt (Waudby-Smith and Ramdas, arXiv
+    2010.09686), and never falls below 1: an e-detector (Shin, Ramdas and Rinaldo, arXiv 2203.03532). As long as the belief is right in
+    every batch, the capital is expected to be at most n after n batches, and takes at least c batches on average to reach c, however
+    often one looks.
+
+    A run begins with the gate. Without `on`, the gate always decides, and only the metrics are kept.
+    """
+
+    def __init__(self, on: bool = True):
+        self.on, self.draws_whole = on, False
+        self._gate, self._uniform = np.zeros(3), np.zeros(3)  # decayed: live groups, their signal, tokens
+        self._recent = np.zeros(2)  # decayed: live groups, and completions, from which λ is computed
+        self.stopped = StoppedGroups()
+        self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
+
+    def with_guard_columns(self, prompts: Prompts, random_draws: np.ndarray, start: np.ndarray) -> Prompts:
+        """
+        Add the columns that a gate needs for its guard: of each prompt a random number, and the probability of having been started
+        (`start`, 0 if it was not), both of shape `(P,)`. While groups are drawn whole, no probability of being alive is too low.
+        """
+        needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
+        columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
+        return prompts.with_columns(alive_needed=needed, **columns)
+
+    def update(self, drawn: Batch, seen: np.ndarray, started: np.ndarray, whole: np.ndarray, size: int):
+        """
+        Enter a batch. All of shape `(P,)`: the probability with which a whole group was `seen`, 0 if it was not; whether the gate has
+        `started` a prompt, and drawn the `whole` group of `size` completions, or the probability that it would have.
+        """
+        represents = np.divide(1.0, seen, out=np.zeros(len(seen)), where=seen > 0)  # groups
+        live, completions = drawn.alive & (seen > 0), started + (size - 1) * whole
+        per_completion = self._live_per_completion(live, completions, started, (whole == 1.0) & (seen == 1.0))
+        first_tokens, other_tokens = _tokens(drawn)
+        variances = np.nan_to_num(group_variance(drawn.signals, drawn.group, drawn.num_groups))
+        worth = np.stack([live, live * variances])
+        of_gate = [*(worth @ whole), first_tokens @ started + other_tokens @ whole]
+        of_uniform = [*(worth @ represents), (first_tokens + other_tokens) @ represents]
+        self._gate = SCORE_MEMORY * self._gate + np.array(of_gate)
+        self._uniform = SCORE_MEMORY * self._uniform + np.array(of_uniform)
+        lost_groups, saved_completions = live * (represents - whole), size - completions
+        self._bet(lost_groups - per_completion * saved_completions)
+
+    def _live_per_completion(
+        self, live: np.ndarray, completions: np.ndarray, started: np.ndarray, certain: np.ndarray
+    ) -> float:
+        """Update λ, and return it. It rests on groups that were `certain` in this batch: chance decides about the others."""
+        seen = np.array([live[certain].sum(), completions[certain].sum() + started[~certain].sum()])
+        self._recent = max(1.0 - len(live) / _RECENT, 0.0) * self._recent + seen
+        return self._recent[0] / max(self._recent[1], 1.0)
+
+    def _bet(self, against_gate: np.ndarray):
+        """
+        Bet on the evidence of each prompt that the gate does not pay, numbers of at least −1 and of shape `(P,)`; or, while groups are
+        drawn whole, on the opposite. Change the belief if the bet wins.
+        """
+        if not self.on:
+            return
+        evidence = -against_gate if self.draws_whole else against_gate
+        growth = np.log1p(np.outer(_BETS, evidence)).sum(axis=1)
+        self._capital = np.maximum(self._capital, 1.0) * np.exp(np.minimum(growth, 100.0))
+        if self._capital.mean() < (TO_GO_ON if self.draws_whole else TO_STOP):
+            return
+        self.draws_whole = not self.draws_whole
+        self._capital = np.ones(len(_BETS))
+        if self.draws_whole:
+            logger.warning(
+                "The gate does not pay: live groups would cost no more among those that it stops than among those that it keeps. Every "
+                "group is drawn whole, as by `strategy: exact`, until the gate pays again."
+            )
+        else:
+            logger.warning(
+                "The gate pays: live groups cost %.2f × the tokens that they cost without it. It decides from here on.",
+                self.metrics()["gate_price"],
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Return whether the gate decides, and what it has kept and cost in the latest batches; nothing without a gate."""
+        if not self._uniform.any():
+            return {}
+        live, signal, tokens = np.divide(self._gate, self._uniform, out=np.zeros(3), where=self._uniform > 0).tolist()
+        known = {"gate_live_kept": live, "gate_signal_kept": signal, "gate_price": tokens / live} if live else {}
+        return {"guard": float(not self.draws_whole)} | known
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent}
+        return totals | self.stopped.state_dict() | {"capital": self._capital, "whole": np.array([self.draws_whole])}
+
+    def load_state_dict(self, state: dict[str, np.ndarray]):
+        """Continue from a checkpoint; a run without a guard lets the gate decide."""
+        self._gate, self._uniform, self._recent = (state[name].copy() for name in ("gate", "uniform", "recent"))
+        self._capital = state["capital"].copy()
+        self.stopped.load_state_dict(state)
+        self.draws_whole = self.on and bool(state["whole"][0])
+
+
+def guard_evidence(
+    gate: Gate, state: PromptState, drawn: Batch, start: np.ndarray, completion: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """
+    Return what [`GateGuard.update`] needs of each prompt: `seen`, `started` and `whole`, each of shape `(P,)`.
+
+    `start` and `completion`, shape `(P,)`, are the probabilities with which prompts were started and groups completed, 0 where they were
+    not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
+    """
+    if completion is not None:
+        return start * completion, (drawn.sizes > 0).astype(np.float64), (completion > 0).astype(np.float64)
+    prompts = state.prompts(drawn.prompt_ids)
+    would_start = np.asarray(gate.probabilities(0, prompts, drawn))
+    rows = drawn.first_rows
+    first = drawn.take(rows[would_start[drawn.group[rows]] == 1.0])
+    prompts = state.prompts(drawn.prompt_ids, first).with_columns(start_probability=would_start)
+    would_complete = np.asarray(gate.probabilities(1, prompts, first))
+    return np.ones(len(would_start)), would_start, would_start * would_complete
+
+
+def _tokens(drawn: Batch) -> np.ndarray:
+    """Count the tokens of the first completion of each group, and of the others, shape `(2, P)`."""
+    tokens = drawn.prompt_tokens + drawn.completion_tokens
+    is_first = np.zeros(drawn.num_rows, dtype=bool)
+    is_first[drawn.first_rows] = True
+    return np.stack([np.bincount(drawn.group, tokens * rows, drawn.num_groups) for rows in (is_first, ~is_first)])
