@@ -1,4 +1,4 @@
-"""Strategies: named combinations of settings. `docs/choosing.md` says where each was published."""
+"""Strategies: what one name sets in the configuration. `docs/strategies.md` says where each was published."""
 
 from typing import Any
 

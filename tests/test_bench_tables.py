@@ -29,12 +29,12 @@ def test_a_report_of_kept_results_is_the_kept_one(tmp_path, name, monkeypatch):
         assert (kept / file).read_text() == (RESULTS / name / file).read_text()
 
 
-def test_the_table_of_the_demo_and_that_of_the_readme_are_those_of_its_kept_runs():
+def test_the_table_of_the_demo_and_that_of_the_lab_notes_are_those_of_its_kept_runs():
     kept = ROOT / "benchmarks" / "results" / "demo"
     table = demo_seeds.markdown(demo_seeds.read_results(kept))
     assert (kept / "tables.md").read_text() == table + "\n"
-    readme = (ROOT / "README.md").read_text()
-    assert all(line in readme for line in [line for line in table.splitlines() if line.startswith("|")][2:])
+    notes = (ROOT / "docs" / "lab" / "results.md").read_text()
+    assert all(line in notes for line in [line for line in table.splitlines() if line.startswith("|")][2:])
 
 
 def test_a_report_without_a_baseline_is_refused(tmp_path):
