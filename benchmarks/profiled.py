@@ -10,7 +10,7 @@ already, four trainings share it, or it is made for this one.
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +21,13 @@ from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.profile.rollout import profile
 from lze_trl.rewards import exact_match_reward
 
-from .comparison import Pairs, cost_to_target, matched, pairs
+from .comparison import Pairs, matched, pairs
 from .jobs import Options, plan
 from .sections import Section
 from .settings import BenchError, write_text
 from .strategies import BASELINE, PROFILED, STRATEGIES
 from .suite import execute, ready, report
-from .tables import accuracy, mean_of, points, ratio, table
+from .tables import accuracy, mean_of, points, table
 from .tasks import CHECKOUT, TASKS, TaskFiles, load, profile_of
 
 
@@ -48,7 +48,7 @@ def make_profile(task: str, files: TaskFiles):
         args=LZEGRPOConfig(**definition.training, **own, summary=False, telemetry=False),
         train_dataset=Dataset.from_list(load(definition, files, "test").train),
     )
-    profile(trainer, folder, COMPLETIONS, KEEP)
+    profile(trainer, folder, COMPLETIONS, keep=KEEP)
 
 
 def charged(runs: Pairs, completions: float) -> Pairs:
@@ -59,58 +59,46 @@ def charged(runs: Pairs, completions: float) -> Pairs:
     ]
 
 
-def markdown(section: Section) -> str:
-    """The table of a task, whose every prompt was profiled."""
-    curves, total = section.curves(), section.results[0]["prompts"]["trained on"] * COMPLETIONS
-    rows = []
-    for strategy, definition in STRATEGIES.items():
-        if not (found := pairs(curves, strategy, BASELINE)):
-            continue
-        shares = SHARES.values() if "profile" in definition.overrides else [0.0]
-        paid = [charged(found, share * total) for share in shares]
-        at_end = matched(found, "steps")
-
-        def cells(shown: Callable[[Pairs], str], paid: Sequence[Pairs] = paid) -> list[str]:
-            return [shown(each) for each in paid] + [""] * (len(SHARES) - len(paid))
-
-        rows.append(
-            [
-                definition.title,
-                str(len(found)),
-                accuracy(at_end.own["accuracy"]),
-                "" if strategy == BASELINE else points(at_end),
-                *cells(lambda each: mean_of(matched(each, "steps").ratios["completions"])),
-                *cells(lambda each: ratio(cost_to_target(each, "completions"))),
-            ]
-        )
-    header = ["", "seeds", "accuracy", "points against plain TRL"]
-    header += [f"completions ×, {share}" for share in SHARES] + [f"to its accuracy ×, {share}" for share in SHARES]
-    about = f"{section.title}: {section.steps} steps, and {total:,} completions of the profile."
-    return f"{about}\n\n{table(header, rows)}"
+def markdown(sections: Sequence[Section]) -> str:
+    """A table for each task, whose every prompt was profiled."""
+    texts = ["# What a profile is worth", " ".join(__doc__.split("\n\n")[2].split())]
+    header = ["", "seeds", "accuracy", "points against plain TRL", *(f"completions ×, {share}" for share in SHARES)]
+    for section in sections:
+        prompts = max(result["prompts"]["trained on"] for result in section.results)  # fewer where some are kept
+        curves, total = section.curves(), prompts * COMPLETIONS
+        rows = []
+        for strategy, definition in STRATEGIES.items():
+            if found := pairs(curves, strategy, BASELINE):
+                at_end, profiled = matched(found, "steps"), "profile" in definition.overrides
+                paid = [matched(charged(found, share * total), "steps") for share in SHARES.values()]
+                costs = [mean_of(each.ratios["completions"]) for each in (paid if profiled else paid[:1])]
+                told = "" if strategy == BASELINE else points(at_end)
+                own = [definition.title, str(len(found)), accuracy(at_end.own["accuracy"]), told]
+                rows.append([*own, *costs, *[""] * (len(SHARES) - len(costs))])
+        about = f"{section.title}: {section.steps} steps. The profile has {total:,} completions."
+        texts += [about, table(header, rows)]
+    return "\n\n".join(texts)
 
 
 def main(arguments: Sequence[str] | None = None):
     """Entry point of `python -m benchmarks.profiled`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiled", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--strategies", nargs="+", default=ARMS)
-    parser.add_argument("--steps", type=int, help="default: 48 of few_sums, 60 of calculator")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report_only", action="store_true")
     given, console = parser.parse_args(arguments), Console(highlight=False)
     try:
         for task in [] if given.report_only else given.tasks:
-            options = Options(task, given.strategies, given.seeds, given.steps or STEPS[task], output=given.output)
+            options = Options(task, ARMS, given.seeds, STEPS[task], stretch=1.0, output=given.output)
             files = ready(task, options, console)
             make_profile(task, files)
             if failed := execute(plan(options, {task: files}), 1, console):
                 raise BenchError(f"{len(failed)} runs have failed. The same command tries again.")
-        texts = [markdown(section) for section in report(given.output, console)]
+        sections = report(given.output, console)
     except BenchError as error:
         sys.exit(f"error: {error}")
-    about = " ".join(__doc__.split("\n\n")[2].split())
-    write_text(given.output / "profiled.md", "\n\n".join(["# What a profile is worth", about, *texts]))
+    write_text(given.output / "profiled.md", markdown(sections))
 
 
 if __name__ == "__main__":
