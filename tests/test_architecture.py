@@ -55,7 +55,7 @@ ROOMS = {
     "engine": "batch checks evaluation memory names pack rewards rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
-    "profile": "batch checkpoint claim engine files fingerprint forecast memory plan record redaction rollout seeding",
+    "profile": "batch checkpoint claim engine files fingerprint forecast memory plan record redaction rollout seeding servers",
     "step": "batch engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks claim config engine fingerprint forecast hub selfplay memory names plan profile prompt_checks record "
     "remote rollout select servers signals step trl_contract",

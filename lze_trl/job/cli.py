@@ -88,13 +88,10 @@ def build_parser() -> argparse.ArgumentParser:
     forecast("--num_prompts", type=at_least_one, default=128, help="prompts to roll out, of a recipe")
     forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
-    profile = add(
-        _profile, "RECIPE --output DIR [--num_completions N] [--adaptive] [--keep LOW:HIGH] [--server URL ...]"
-    )
+    profile = add(_profile, "RECIPE --output DIR [--num_completions N] [--keep LOW:HIGH] [--server URL ...]")
     profile("recipe", metavar="RECIPE", help="a file under recipes/")
     profile("--output", metavar="DIR", required=True, help="folder of the profile; an unfinished one is continued")
     profile("--num_completions", type=at_least_one, default=8, help="completions of each prompt; default: 8")
-    profile("--adaptive", action="store_true", help="half of them first, and the rest where these have one reward")
     profile("--keep", metavar="LOW:HIGH", type=_range, help="pass rates of the prompts that DIR/kept gets")
     profile("--server", metavar="URL", nargs="+", help="running vLLM servers, which get the model's weights")
 
@@ -241,7 +238,7 @@ def _profile(namespace: argparse.Namespace, flags: list[str]):
     arguments = [namespace.recipe, *flags, "--output_dir", namespace.output]
     if namespace.server:
         arguments += ["--use_vllm", "true", "--vllm_mode", "http", "--vllm_server_urls", *namespace.server]
-    settings = {name: vars(namespace)[name] for name in ("num_completions", "adaptive", "keep")}
+    settings = {name: vars(namespace)[name] for name in ("num_completions", "keep")}
     sys.stdout.write(f"{profile_recipe(arguments, **settings)}\n")
 
 
