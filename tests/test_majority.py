@@ -1,4 +1,4 @@
-"""The majority reward: votes, what it says of a group, and that groups are settled as one over processes, rounds and evaluations."""
+"""The majority reward: votes, what it says of a group, and that groups are scored as one over processes, rounds and evaluations."""
 
 import copy
 import itertools
