@@ -15,7 +15,7 @@ from .settings import BenchError
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.splitlines()[1], allow_abbrev=False
     )
@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks`."""
+    """Run `python -m benchmarks`."""
     given = vars(build_parser().parse_args(arguments))
     report_only = given.pop("report_only")
     # The libraries read these when they are imported. Everything is on this machine, and each run says itself how many

@@ -65,20 +65,20 @@ class WarmStart:
 
 
 def difficulty_class(a: int, b: int) -> int:
-    """Class of `a + b` in 0 to 3: one for a carry out of the ones, two for a carry out of the tens."""
+    """Return the class of `a + b` in 0 to 3: one for a carry out of the ones, two for a carry out of the tens."""
     ones = a % 10 + b % 10 >= 10
     return ones + 2 * (a + b >= 100)
 
 
 def problems(settings: WarmStart) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Every sum of two-digit numbers once, shuffled: those to train on and those held out."""
+    """Return every sum of two-digit numbers once, shuffled: those to train on and those held out."""
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     random.Random(settings.seed).shuffle(pairs)
     return pairs[settings.num_held_out :], pairs[: settings.num_held_out]
 
 
 def noisy_examples(pairs: Sequence[tuple[int, int]], settings: WarmStart) -> list[dict[str, str]]:
-    """Prompts and completions for all supervised steps: first right answers, then wrong ones at each class's rate."""
+    """Return the prompts and completions for all supervised steps: first right answers, then wrong ones at each class's rate."""
     generator = random.Random(settings.seed + 1)
     offsets = [offset for offset in range(-settings.max_error, settings.max_error + 1) if offset != 0]
     num_examples = settings.steps * settings.batch_size
@@ -93,7 +93,7 @@ def noisy_examples(pairs: Sequence[tuple[int, int]], settings: WarmStart) -> lis
 
 
 def build_tokenizer(tokens: Iterable[str] = CHARACTERS) -> PreTrainedTokenizerFast:
-    """A tokenizer with these tokens, by default the characters of a sum; other text is cut into characters."""
+    """Return a tokenizer with these tokens, by default the characters of a sum; other text is cut into characters."""
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<unk>", *tokens])}
     pattern = "|".join([*(re.escape(token) for token in vocabulary if len(token) > 1), "."])
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -104,7 +104,7 @@ def build_tokenizer(tokens: Iterable[str] = CHARACTERS) -> PreTrainedTokenizerFa
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> Qwen2ForCausalLM:
-    """A small Qwen2 model with random weights."""
+    """Return a small Qwen2 model with random weights."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -182,7 +182,7 @@ def train_supervised(
 
 
 def prepare() -> TaskFiles:
-    """Files of the task, with the warm start made unless it exists; the libraries show no progress bars any more."""
+    """Make the warm start unless it exists, and return the files of the task; the libraries show no progress bars any more."""
     setup_logging(is_main=True)
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
@@ -194,7 +194,7 @@ def build_trainer(
     files: TaskFiles, rows: list[dict[str, str]], directory: str, settings: dict[str, Any]
 ) -> LZEGRPOTrainer:
     """
-    Trainer of the task, without telemetry, logs and checkpoints.
+    Return the trainer of the task, without telemetry, logs and checkpoints.
 
     Args:
         files ([`TaskFiles`]): Where the warm start lies.

@@ -69,7 +69,7 @@ class CalculatorWarmStart:
 
 def expressions(solutions: Iterable[str]) -> dict[str, str]:
     """
-    Prompts and answers of worked solutions.
+    Return the prompts and answers of worked solutions.
 
     Args:
         solutions (`Iterable[str]`): Worked solutions of GSM8K.
@@ -90,7 +90,7 @@ def expressions(solutions: Iterable[str]) -> dict[str, str]:
 
 def split(train: dict[str, str], test: dict[str, str], seed: int) -> tuple[dict[str, str], ...]:
     """
-    Halves of the train expressions for the warm start and for GRPO, and the test expressions that train lacks.
+    Return halves of the train expressions for the warm start and for GRPO, and the test expressions that train lacks.
 
     Args:
         train (`dict[str, str]`), test (`dict[str, str]`): Answer of each prompt.
@@ -106,7 +106,7 @@ def split(train: dict[str, str], test: dict[str, str], seed: int) -> tuple[dict[
 
 
 def random_expression(generator: random.Random) -> tuple[str, str]:
-    """Prompt and answer of one to three operations on random numbers."""
+    """Return the prompt and answer of one to three operations on random numbers."""
     while True:
         numbers = [_random_number(generator) for _ in range(generator.choice((2, 2, 2, 3, 3, 4)))]
         operators = [generator.choice("++--**/") for _ in numbers[1:]]
@@ -123,7 +123,7 @@ def _random_number(generator: random.Random) -> str:
 
 
 def _value(numbers: list[Fraction], operators: list[str]) -> Fraction:
-    """Value of a chain of operations, products and quotients first."""
+    """Return the value of a chain of operations, products and quotients first."""
     terms, sign = [], 1
     product = numbers[0]
     for operator, number in zip(operators, numbers[1:], strict=True):
@@ -138,7 +138,7 @@ def _value(numbers: list[Fraction], operators: list[str]) -> Fraction:
 
 
 def _decimal(value: Fraction) -> str | None:
-    """A number with at most two decimals; `None` if it has more, or too many digits."""
+    """Return a number with at most two decimals; `None` if it has more, or too many digits."""
     hundredths = value * 100
     if hundredths.denominator != 1:
         return None
@@ -147,7 +147,7 @@ def _decimal(value: Fraction) -> str | None:
 
 
 def examples(real: dict[str, str], settings: CalculatorWarmStart) -> list[dict[str, str]]:
-    """Prompts and completions for all supervised steps."""
+    """Return the prompts and completions for all supervised steps."""
     generator = random.Random(settings.seed + 1)
     pairs = list(real.items())
     drawn = (
@@ -161,7 +161,7 @@ def examples(real: dict[str, str], settings: CalculatorWarmStart) -> list[dict[s
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each character of an expression."""
+    """Return a tokenizer with one token for each character of an expression."""
     return addition.build_tokenizer(CHARACTERS + "=")
 
 
@@ -210,7 +210,7 @@ def _accuracy(folder: Path) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None):
-    """Entry point of `python -m benchmarks.calculator`."""
+    """Run `python -m benchmarks.calculator`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calculator", allow_abbrev=False)
     parser.add_argument("--gsm8k", default="openai/gsm8k", help="folder with train.jsonl and test.jsonl, or Hub id")
     parser.add_argument("--output", type=Path, default=CALCULATOR_DIR, help="folder to write")

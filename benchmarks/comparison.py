@@ -76,7 +76,7 @@ class Curve:
         return float(self.accuracy[-1])
 
     def at(self, control: str, amount: float) -> dict[str, float]:
-        """Costs, `accuracy`, `trained` and `forgotten` where so much of a cost was spent, interpolated between two evaluations."""
+        """Return the costs, `accuracy`, `trained` and `forgotten` where so much of a cost was spent, interpolated between two evaluations."""
         values = {**self.costs, "accuracy": self.accuracy, "trained": self.trained, "forgotten": self.forgotten}
         return {
             name: float(np.interp(amount, self.costs[control], series))
@@ -86,22 +86,22 @@ class Curve:
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
-    """Mean of each value and those before it, `window` of them or as many as there are; shape `(N,)`."""
+    """Return the mean of each value and those before it, `window` of them or as many as there are; shape `(N,)`."""
     return np.array([np.mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))])
 
 
 def window(steps: int, every: int) -> int:
-    """Evaluations to smooth over: `WINDOW`, or those of the last sixth of the steps where that is fewer."""
+    """Return the evaluations to smooth over: `WINDOW`, or those of the last sixth of the steps where that is fewer."""
     return min(WINDOW, 1 + steps // (6 * every))
 
 
 def processor(machine: dict[str, Any]) -> str:
-    """The GPU of a machine, if it has one, and its processor."""
+    """Return the GPU of a machine, if it has one, and its processor."""
     return ", ".join(machine[name] for name in ("gpu", "cpu") if name in machine)
 
 
 def shape(settings: RunSettings) -> tuple[int, int]:
-    """Prompts of a step, and completions of each."""
+    """Return the prompts of a step, and completions of each."""
     training, own = settings.training, settings.overrides
     size = own.get("num_generations", training["num_generations"])
     rows = own.get("generation_batch_size", training["generation_batch_size"])
@@ -110,7 +110,7 @@ def shape(settings: RunSettings) -> tuple[int, int]:
 
 def read_curve(result: dict[str, Any], every: int = 1) -> Curve:
     """
-    Curve of a result file.
+    Return the curve of a result file.
 
     Args:
         result (`dict`): Content of a `result.json`.
@@ -146,20 +146,20 @@ def read_curve(result: dict[str, Any], every: int = 1) -> Curve:
 
 
 def _alone(result: dict[str, Any]) -> bool:
-    """Whether nothing else used the processor of a run, as far as is known."""
+    """Say whether nothing else used the processor of a run, as far as is known."""
     machine = result["machine"]
     busy = "gpu" not in machine and result.get("cpu_seconds", math.inf) < 0.9 * result["wall_seconds"]
     return machine.get("at_once") == 1 and "beside other work" not in machine["cpu"] and not busy
 
 
 def reaches(accuracy: np.ndarray, target: float) -> np.ndarray:
-    """Which accuracies are at a target or above; being equal to it, up to `ROUNDING`, is enough. Shape `(N,)`, of `bool`."""
+    """Say which accuracies are at a target or above; being equal to it, up to `ROUNDING`, is enough. Shape `(N,)`, of `bool`."""
     return accuracy >= target - ROUNDING
 
 
 def first_crossing(costs: np.ndarray, accuracy: np.ndarray, target: float) -> float | None:
     """
-    Cost at which a curve first reaches a target.
+    Return the cost at which a curve first reaches a target.
 
     Args:
         costs (`np.ndarray` of shape `(N,)`): Cost at each evaluation, ascending.
@@ -228,31 +228,31 @@ Pairs = list[tuple[Curve, Curve]]
 
 
 def pairs(curves: Sequence[Curve], strategy: str, baseline: str) -> Pairs:
-    """Runs of a strategy with the baseline of the same seed, by seed; seeds without a baseline are left out."""
+    """Return the runs of a strategy with the baseline of the same seed, by seed; seeds without a baseline are left out."""
     bases = {curve.seed: curve for curve in curves if curve.strategy == baseline}
     own = sorted((curve for curve in curves if curve.strategy == strategy), key=lambda curve: curve.seed)
     return [(curve, bases[curve.seed]) for curve in own if curve.seed in bases]
 
 
 def plain_of(curves: Sequence[Curve], own: tuple[int, int]) -> str | None:
-    """The strategy that is plain TRL with so many prompts and completions, if it was run."""
+    """Return the strategy that is plain TRL with so many prompts and completions, if it was run."""
     return next((c.strategy for c in curves if c.shape == own and STRATEGIES[c.strategy].trl), None)
 
 
 def on_one_processor(runs: Pairs) -> Pairs:
-    """Those of which both had the same processor for themselves."""
+    """Keep the pairs whose runs both had the same processor to themselves."""
     return [(run, base) for run, base in runs if run.processor is not None and run.processor == base.processor]
 
 
 def exchanged(curves: Sequence[Curve], baseline: str) -> Pairs:
-    """Every ordered pair of two different runs of the baseline: what differs between them is noise."""
+    """Return every ordered pair of two different runs of the baseline: what differs between them is noise."""
     own = [run for run, _ in pairs(curves, baseline, baseline)]
     return [(run, other) for run in own for other in own if run is not other]
 
 
 def cost_to_target(runs: Pairs, cost: str) -> Spread | None:
     """
-    Cost to reach the baseline's final accuracy, relative to what the baseline had spent when it first reached it.
+    Return the cost to reach the baseline's final accuracy, relative to what the baseline had spent when it first reached it.
 
     Args:
         runs (`Pairs`): Runs of a strategy.
@@ -269,7 +269,7 @@ def cost_to_target(runs: Pairs, cost: str) -> Spread | None:
 
 
 def _weights(cost: str) -> dict[str, float]:
-    """What a cost is made of, with weights."""
+    """Say what a cost is made of, with weights."""
     return PRICES.get(cost, {cost: 1.0})
 
 
@@ -280,7 +280,7 @@ def _ratio(run: Curve, base: Curve, cost: str) -> float:
 
 def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
     """
-    Costs and accuracies of S runs as far as the shortest of them goes: N evaluations, each made at the same step in every run.
+    Return the costs and accuracies of S runs as far as the shortest of them goes: N evaluations, each made at the same step in every run.
 
     Returns:
         `np.ndarray` of shape `(2, S, N)`: Costs, then accuracies.
@@ -290,7 +290,7 @@ def stacked(curves: Sequence[Curve], cost: str) -> np.ndarray:
 
 
 def _mean_ratio(runs: Pairs, cost: str, seeds: np.ndarray) -> list[float] | None:
-    """[`mean_cost_to_target`] of draws of the runs, `seeds` being their indices, `(draws, S)`; `None` as there."""
+    """Return [`mean_cost_to_target`] of draws of the runs, `seeds` being their indices, `(draws, S)`; `None` as there."""
     ratios = np.zeros(len(seeds))
     for part, weight in _weights(cost).items():
         run, base = (stacked(curves, part) for curves in zip(*runs, strict=True))
@@ -305,7 +305,7 @@ def _mean_ratio(runs: Pairs, cost: str, seeds: np.ndarray) -> list[float] | None
 
 def mean_cost_to_target(runs: Pairs, cost: str) -> float | None:
     """
-    Cost to reach the baseline's final accuracy, relative to the baseline, on curves averaged over the seeds.
+    Return the cost to reach the baseline's final accuracy, relative to the baseline, on curves averaged over the seeds.
 
     Accuracy and costs are averaged at each evaluation, as far as the shortest run of the strategy, or of the baseline, goes.
 
@@ -322,7 +322,7 @@ def mean_cost_to_target(runs: Pairs, cost: str) -> float | None:
 
 def bootstrap_interval(runs: Pairs, cost: str) -> tuple[float, float] | None:
     """
-    Interval of [`mean_cost_to_target`] that holds 90 % of `DRAWS` draws of the seeds, with replacement.
+    Return the interval of [`mean_cost_to_target`] that holds 90 % of `DRAWS` draws of the seeds, with replacement.
 
     A seed is drawn with its strategy and its baseline together. A draw in which the target is not reached is infinite.
 
@@ -423,7 +423,7 @@ NEAR = 0.01
 
 def tuning(curves: Sequence[Curve], steps: int, baseline: str) -> tuple[float, list[Setting]]:
     """
-    What the settings of a tuning have cost until one accuracy, `NEAR` less than the best that plain TRL has for the baseline's completions.
+    Say what the settings of a tuning have cost until one accuracy, `NEAR` less than the best that plain TRL has for the baseline's completions.
 
     Args:
         curves (`Sequence[Curve]`): The runs.
@@ -457,13 +457,13 @@ def tuning(curves: Sequence[Curve], steps: int, baseline: str) -> tuple[float, l
 
 
 def cheapest(settings: Sequence[Setting]) -> Setting | None:
-    """The setting of plain TRL with the fewest completions to the target; `None` if none has it."""
+    """Return the setting of plain TRL with the fewest completions to the target; `None` if none has it."""
     plain = [setting for setting in settings if setting.trl and math.isfinite(setting.to_target)]
     return min(plain, key=lambda setting: setting.to_target, default=None)
 
 
 def best_rates(settings: Sequence[Setting]) -> dict[str, float]:
-    """Learning rate of each strategy with the highest accuracy after the steps, averaged over the seeds; the lower one of equals."""
+    """Return the learning rate of each strategy with the highest accuracy after the steps, averaged over the seeds; the lower one of equals."""
     best: dict[str, Setting] = {}
     for setting in settings:
         strategy = setting.runs[0].strategy

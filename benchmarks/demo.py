@@ -76,7 +76,7 @@ class CurveRecorder(TrainerCallback):
 
 
 def read_curve(folder: Path) -> dict[str, Any]:
-    """What [`CurveRecorder`] has written into the folder of a run."""
+    """Read what [`CurveRecorder`] has written into the folder of a run."""
     return json.loads((folder / CURVE_FILE).read_text())
 
 
@@ -170,7 +170,7 @@ def draw(lines: dict[str, tuple[list[float], list[float]]], path: Path):
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.demo`."""
+    """Run `python -m benchmarks.demo`."""
     flags = sys.argv[1:] if arguments is None else arguments
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # everything is on this machine
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the trainings end with this process

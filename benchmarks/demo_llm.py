@@ -32,7 +32,7 @@ TASK, ARM = "words", "gate_g4"
 
 
 def faster_in_float32() -> bool:
-    """Whether matrix products in bfloat16 are the slower ones: without AMX, a processor may need twice the time for them."""
+    """Say whether matrix products in bfloat16 are the slower ones: without AMX, a processor may need twice the time for them."""
     import torch  # when it is to compute
 
     seconds = {}
@@ -66,7 +66,7 @@ def run(options: Options, plain: bool, console: Console):
 
 
 def told(output: Path) -> list[str]:
-    """Accuracy before and after, with 95 % intervals over the held-out prompts, what each run has cost, and what plain GRPO took to the same accuracy."""
+    """Return the accuracy before and after, with 95 % intervals over the held-out prompts, what each run has cost, and what plain GRPO took to the same accuracy."""
     lines = ["Probability of the right answer on held-out numbers, and its 95 % interval:"]
     curves = {result["settings"]["strategy"]: result["curve"] for result in read_results(output)}
     for name in (name for name in (ARM, BASELINE) if name in curves):
@@ -89,7 +89,7 @@ def _cost(point: dict) -> str:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.demo_llm`."""
+    """Run `python -m benchmarks.demo_llm`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo_llm", description=__doc__.splitlines()[1])
     parser.add_argument("--plain", action="store_true", help="train plain GRPO here, too")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="DIR", help="default: runs/demo-llm")

@@ -35,7 +35,7 @@ _WHAT = ("arm", "seed", "inputs")
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The kept runs of a folder."""
+    """Return the kept runs of a folder."""
     file = folder / RESULTS_FILE
     return [json.loads(row) for row in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
@@ -48,7 +48,7 @@ def train(arm: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A table for each warm start: mean over the seeds, smallest and largest."""
+    """Return a table for each warm start: mean over the seeds, smallest and largest."""
     parts = []
     for inputs in dict.fromkeys(result["inputs"] for result in results):
         of_inputs = [result for result in results if result["inputs"] == inputs]
@@ -87,7 +87,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.demo_seeds`."""
+    """Run `python -m benchmarks.demo_seeds`."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo_seeds", description=__doc__.strip().splitlines()[0]
     )

@@ -118,7 +118,7 @@ class TwoSums:
         return self.sums[self.right] if self.right < len(self.sums) else "!"
 
     def get_reward(self) -> float:
-        """Whether both answers were right."""
+        """Say whether both answers were right."""
         return float(self.right == len(self.sums))
 
 
@@ -132,7 +132,7 @@ def result(question: str) -> str:
 
 
 def episodes(count: int, seed: int, digits: Sequence[int]) -> list[tuple[str, str]]:
-    """Pairs of sums by a seeded generator, with each number of digits in turn."""
+    """Return the pairs of sums by a seeded generator, with each number of digits in turn."""
     generator = random.Random(seed)
 
     def question(length: int) -> str:
@@ -142,7 +142,7 @@ def episodes(count: int, seed: int, digits: Sequence[int]) -> list[tuple[str, st
 
 
 def held_out(count: int, digits: Sequence[int]) -> list[dict[str, str]]:
-    """Both turns of each episode, with what was right before: prompt and the model's own text, without the end."""
+    """Return both turns of each episode, with what was right before: prompt and the model's own text, without the end."""
     rows = []
     for first, second in episodes(count, -1, digits):
         beginning = f"u:{first}a:"
@@ -153,12 +153,12 @@ def held_out(count: int, digits: Sequence[int]) -> list[dict[str, str]]:
 
 
 def called(value: str) -> str:
-    """Text of a tool call."""
+    """Return the text of a tool call."""
     return f"{_OPEN}{value}{_CLOSE}"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, and one for each part of a tool call."""
+    """Return a tokenizer with one token a character, and one for each part of a tool call."""
     tokenizer = addition.build_tokenizer([_OPEN, _CLOSE, *"uat:0123456789+?!"])
     tokenizer.chat_template, tokenizer.response_template = _TEMPLATE, RESPONSE
     return tokenizer
@@ -259,7 +259,7 @@ def train(run: Run, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A table for each `--digits`, with an arm a row: mean over the seeds, smallest and largest."""
+    """Return a table for each `--digits`, with an arm a row: mean over the seeds, smallest and largest."""
     parts = [f"# Agents: two sums by tool calls of {DELAY} seconds"]
     for digits in sorted({tuple(kept["run"]["digits"]) for kept in results}, key=len, reverse=True):
         own = [kept for kept in results if tuple(kept["run"]["digits"]) == digits]
@@ -270,7 +270,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(kept: Sequence[dict[str, Any]]) -> str:
-    """The arms of one `--digits`."""
+    """Return the arms of one `--digits`."""
     found = {(one["run"]["arm"], one["run"]["seed"]): one["result"] for one in kept}
     rows = []
     for arm, title in TITLES.items():
@@ -307,7 +307,7 @@ def _table(kept: Sequence[dict[str, Any]]) -> str:
 
 
 def _columns(curve: list[dict[str, float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Environment-seconds, and the success rate smoothed over three evaluations."""
+    """Return the environment-seconds, and the success rate smoothed over three evaluations."""
     costs = np.array([point["environment_seconds"] for point in curve])
     return costs, smooth([point["success"] for point in curve])
 

@@ -41,13 +41,13 @@ class AnswerBatch:
 
 
 def answer_probabilities(model: nn.Module, batch: AnswerBatch) -> torch.Tensor:
-    """Probability of each gold answer and of the end after it, shape `(n,)`; has a gradient unless that is switched off."""
+    """Return the probability of each gold answer and of the end after it, shape `(n,)`; has a gradient unless that is switched off."""
     return _read_answers(model, batch)[0]
 
 
 def _read_answers(model: nn.Module, batch: AnswerBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Probability of each gold answer, and whether greedy decoding gives it; both of shape `(n,)`.
+    Return the probability of each gold answer, and whether greedy decoding gives it; both of shape `(n,)`.
 
     What all prompts begin with, such as solved examples, is computed once, and logits only where answers stand.
     """
@@ -144,12 +144,12 @@ class Evaluation:
         return batches
 
     def pass_rates(self, model: nn.Module) -> np.ndarray:
-        """Expected pass rate of each prompt at temperature 1, shape `(n,)`."""
+        """Return the expected pass rate of each prompt at temperature 1, shape `(n,)`."""
         return self._read(model)[0]
 
     @torch.no_grad()
     def _read(self, model: nn.Module) -> np.ndarray:
-        """Expected pass rates and greedy passes, shape `(2, n)`."""
+        """Return the expected pass rates and greedy passes, shape `(2, n)`."""
         found = np.zeros((2, len(self.rows)))
         for batch in self.batches:
             found[:, batch.rows] = [values.cpu().numpy() for values in _read_answers(model, batch)]
@@ -157,7 +157,7 @@ class Evaluation:
 
     def accuracy(self, model: nn.Module) -> dict[str, Any]:
         """
-        Expected accuracy: the mean of the expected pass rates.
+        Return the expected accuracy: the mean of the expected pass rates.
 
         Returns:
             `dict[str, Any]`: `mean`, and `standard_error`, with which it stands for other prompts of the same kind: for
@@ -171,7 +171,7 @@ class Evaluation:
     @torch.no_grad()
     def sampled(self, model: PreTrainedModel, samples: int, seed: int) -> dict[str, float]:
         """
-        Accuracy of sampled completions by the reward of the training: a check of [`Evaluation.accuracy`].
+        Return the accuracy of sampled completions by the reward of the training: a check of [`Evaluation.accuracy`].
 
         The random numbers of the training are left alone.
 

@@ -57,7 +57,7 @@ class Seconds(TrainerCallback):
 
 
 def forecast_of(settings: RunSettings, files: TaskFiles, timed: bool) -> dict[str, Any]:
-    """The forecast of a run, and, if it is `timed`, seconds of the steps of plain TRL that follow."""
+    """Return the forecast of a run, and, if it is `timed`, seconds of the steps of plain TRL that follow."""
     torch.set_num_threads(settings.threads)
     data = load(TASKS[settings.task], files, settings.held_out)
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +77,7 @@ def forecast_of(settings: RunSettings, files: TaskFiles, timed: bool) -> dict[st
 
 
 def measured(kept: str) -> dict[tuple[str, int], dict[str, float]]:
-    """What the runs of a folder have cost over plain GRPO until its accuracy, by strategy and seed; infinite where it was not reached."""
+    """Say what the runs of a folder have cost over plain GRPO until its accuracy, by strategy and seed; infinite where it was not reached."""
     curves = sort_results(read_results(KEPT / kept))[0][0].curves()
     found = {}
     for strategy in NAMES:
@@ -105,7 +105,7 @@ class Check:
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """Every price that was forecast and measured."""
+    """Return every price that was forecast and measured."""
     found = []
     for kept in dict.fromkeys(row["task"] for row in rows):
         runs = measured(kept)
@@ -119,7 +119,7 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def coverage(found: Sequence[Check]) -> str:
-    """How many intervals cover what was measured, for the runs that the widths were chosen by and for others."""
+    """Say how many intervals cover what was measured, for the runs that the widths were chosen by and for others."""
     texts = []
     for independent, what in (
         (True, "runs by which the widths were not chosen"),
@@ -148,13 +148,13 @@ def make(folders: Sequence[str], seeds: Sequence[int], output: Path):
 
 
 def read(output: Path) -> list[dict[str, Any]]:
-    """The forecasts of a folder."""
+    """Return the forecasts of a folder."""
     file = output / RESULTS_FILE
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
-    """Tables: price by price, with the share of measured prices in the 80 % intervals; and seconds."""
+    """Return the tables: price by price, with the share of measured prices in the 80 % intervals; and seconds."""
     found, prices = checks(rows), []
     for kept, strategy, cost, independent in dict.fromkeys((c.kept, c.strategy, c.cost, c.independent) for c in found):
         own = [c for c in found if (c.kept, c.strategy, c.cost, c.independent) == (kept, strategy, cost, independent)]
@@ -189,7 +189,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main():
-    """Entry point."""
+    """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecasts", description=__doc__)
     parser.add_argument("--kept", nargs="+", default=["addition", "calculator"], help="folders of benchmarks/results")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])

@@ -254,7 +254,7 @@ def run_all(runs: Sequence[ProbeSettings], output: Path, console: Console) -> li
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gradients", description=__doc__.splitlines()[1])
     parser.add_argument("--group_sizes", type=int, nargs="+", default=[4, 8, 16], metavar="G")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], metavar="SEED")
@@ -267,7 +267,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.gradients`."""
+    """Run `python -m benchmarks.gradients`."""
     parser = build_parser()
     parser.set_defaults(**_QUICK if "--quick" in (sys.argv[1:] if arguments is None else arguments) else {})
     options = parser.parse_args(arguments)

@@ -71,7 +71,7 @@ SCORES: dict[str, tuple[str, Callable[[Columns], np.ndarray]]] = {
 
 def spearman(x: np.ndarray, y: np.ndarray) -> float:
     """
-    Spearman's rank correlation, equal values having the mean of their ranks.
+    Return Spearman's rank correlation, equal values having the mean of their ranks.
 
     Args:
         x (`np.ndarray` of shape `(n,)`): Values.
@@ -86,7 +86,7 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 
 def correlations(results: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """
-    Rank correlation of every score with every target, over the groups of each visit.
+    Return the rank correlation of every score with every target, over the groups of each visit.
 
     Args:
         results (`Iterable[dict]`): Runs with `settings` and `records`, see [`~benchmarks.gradients.run_all`].
@@ -135,7 +135,7 @@ def _visit_correlations(record: dict[str, Any], settings: dict[str, Any]) -> lis
 
 def of_seeds(found: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """
-    Mean over the visits of each seed, then over the seeds.
+    Return the mean over the visits of each seed, then over the seeds.
 
     Args:
         found (`pd.DataFrame`): Result of [`correlations`].
@@ -148,7 +148,7 @@ def of_seeds(found: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def markdown(found: pd.DataFrame, results: Sequence[dict[str, Any]]) -> str:
-    """Markdown of all tables: for each group size and set of groups, over the training and by its phases."""
+    """Return the Markdown of all tables: for each group size and set of groups, over the training and by its phases."""
     sizes = sorted(found["group_size"].unique())
     by = ["group_size", "set", "score", "target"]
     whole, phases = of_seeds(found, by), of_seeds(found, [*by, "phase"])["mean"]
@@ -191,7 +191,7 @@ def _provenance(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _course(results: Sequence[dict[str, Any]]) -> str:
-    """Table of what the trainings were like."""
+    """Return the table of what the trainings were like."""
     frame = pd.DataFrame(
         [
             {

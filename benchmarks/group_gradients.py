@@ -35,7 +35,7 @@ class Sample:
     rewards: torch.Tensor
 
     def of_group(self, group: int) -> "Sample":
-        """The rows of one group, as group 0."""
+        """Return the rows of one group, as group 0."""
         rows = self.group == group
         return Sample(
             self.input_ids[rows],
@@ -98,7 +98,7 @@ def _flat_gradient(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
 def policy_gradient(model: nn.Module, sample: Sample) -> torch.Tensor:
     """
-    Exact gradient of GRPO's loss over all weights, one backward pass over the rows of the sample.
+    Return the exact gradient of GRPO's loss over all weights, one backward pass over the rows of the sample.
 
     The loss is that of DAPO at the policy that has sampled the rows, where the ratio is 1 and nothing is clipped:
     −Σ A·log π over all tokens, divided by their number, with A the reward minus the mean of the group.
@@ -121,7 +121,7 @@ def policy_gradient(model: nn.Module, sample: Sample) -> torch.Tensor:
 
 def expected_gradient(model: nn.Module, batches: Sequence[AnswerBatch]) -> torch.Tensor:
     """
-    Exact gradient of −p, the negative expected pass rate, averaged over prompts that one completion alone solves.
+    Return the exact gradient of −p, the negative expected pass rate, averaged over prompts that one completion alone solves.
 
     It is what the policy gradient Σ A·∇log π / G of a prompt is on average over rollouts, but for the factor (G − 1)/G
     that the group's own mean as a baseline brings.

@@ -62,24 +62,24 @@ class Scenario:
 
 
 def with_noise(completions: list[str], solution: list[str], **columns: Any) -> list[float]:
-    """1 for a right answer, and noise as of a reward model: no two completions have the same reward."""
+    """Return 1 for a right answer, and noise as of a reward model: no two completions have the same reward."""
     right = exact_match_reward(completions, solution=solution)
     return [one + 0.05 * noise for one, noise in zip(right, torch.rand(len(right)).tolist(), strict=True)]
 
 
 def rescaled(completions: list[str], solution: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-    """1 for a right answer; in the second half of the run 5, and 2 for a wrong one."""
+    """Return 1 for a right answer; in the second half of the run 5, and 2 for a wrong one."""
     right = exact_match_reward(completions, solution=solution)
     return [2.0 + 3.0 * one for one in right] if trainer_state.global_step >= _HALF else right
 
 
 def nines(completions: list[str], **columns: Any) -> list[float]:
-    """Share of the digits that are nines."""
+    """Return the share of the digits that are nines."""
     return [text.count("9") / max(len(text), 1) for text in completions]
 
 
 def with_tails(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Sampled answers, each followed by what an environment would say: a text of long-tailed length, longer after a wrong answer."""
+    """Return the sampled answers, each followed by what an environment would say: a text of long-tailed length, longer after a wrong answer."""
     tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
     inputs = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
@@ -112,7 +112,7 @@ def with_tails(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def of_answer(completions: list[str], answer: list[str], solution: list[str], **columns: Any) -> list[float]:
-    """1 for a right answer, whatever follows it."""
+    """Return 1 for a right answer, whatever follows it."""
     return exact_match_reward(answer, solution=solution)
 
 
@@ -176,7 +176,7 @@ class Curve(TrainerCallback):
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Curves of accuracy and tokens, and whether the gate has decided in each batch."""
+    """Train, and return curves of accuracy and tokens, and whether the gate has decided in each batch."""
     torch.set_num_threads(1)
     task, files, scenario = TASKS["addition"], locate("addition"), SCENARIOS[run.scenario]
     data, folder = load(task, files, "test"), OUTPUT / "trainers" / run.name
@@ -218,7 +218,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def compared(exact: dict[str, Any], gate: dict[str, Any]) -> dict[str, float]:
-    """A run of the gate against that of `exact` with the same seed."""
+    """Compare a run of the gate with the run of `exact` with the same seed."""
     mine, theirs = smooth(gate["accuracy"]), smooth(exact["accuracy"])
     first = np.flatnonzero(theirs >= mine[-1])  # where `exact` is as good
     decided = [value == 1.0 for value in gate["guard"]]
@@ -238,7 +238,7 @@ def compared(exact: dict[str, Any], gate: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The table of kept results."""
+    """Return the table of kept results."""
     found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for result in results:
         run = result["run"]
@@ -270,7 +270,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.guard`."""
+    """Run `python -m benchmarks.guard`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.guard", description=__doc__.splitlines()[1])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)

@@ -44,7 +44,7 @@ class Options:
     """
 
     task: str = "all"
-    strategies: Sequence[str] = tuple(STRATEGIES)
+    strategies: Sequence[str] = tuple(name for name in STRATEGIES if "profile" not in STRATEGIES[name].overrides)
     seeds: Sequence[int] = (0, 1, 2)
     steps: int | None = None
     stretch: float = 1.5
@@ -78,7 +78,7 @@ class Options:
 
 def make_options(quick: bool = False, **given: Any) -> Options:
     """
-    Options of a command line.
+    Return the options of a command line.
 
     Args:
         quick (`bool`, *optional*, defaults to `False`): Whether the defaults are those of `--quick`.
@@ -153,7 +153,7 @@ class Job:
             )
 
     def ended(self) -> bool:
-        """Whether the process has ended."""
+        """Say whether the process has ended."""
         return self._process.poll() is not None
 
     def stop(self):
@@ -163,22 +163,22 @@ class Job:
             self._process.wait()
 
     def elapsed(self) -> float:
-        """Seconds since the run began; 0 if it did not."""
+        """Return the seconds since the run began; 0 if it did not."""
         return time.monotonic() - self._began if self._process is not None else 0.0
 
     def share_done(self) -> float:
-        """Share of the optimizer steps that are done, in [0, 1]."""
+        """Return the share of the optimizer steps that are done, in [0, 1]."""
         path = self.folder / PROGRESS_FILE
         return json.loads(path.read_text())["step"] / self.settings.max_steps if path.is_file() else 0.0
 
     def wall_seconds(self) -> float:
-        """Seconds that the finished run took in all."""
+        """Return the seconds that the finished run took in all."""
         return json.loads((self.folder / RESULT_FILE).read_text())["wall_seconds"]
 
 
 def plan(options: Options, files: dict[str, TaskFiles]) -> list[Job]:
     """
-    The runs at the learning rate of the task. Seed by seed, so that there is something to compare early on, and a machine
+    Return the runs at the learning rate of the task. Seed by seed, so that there is something to compare early on, and a machine
     that gets slower does so for every strategy.
 
     Args:
@@ -194,7 +194,7 @@ def plan(options: Options, files: dict[str, TaskFiles]) -> list[Job]:
 
 
 def plan_tuning(options: Options, files: dict[str, TaskFiles]) -> list[Job]:
-    """The runs of the tuning: every strategy at every rate of the grid, on seeds and held-out prompts of their own."""
+    """Return the runs of the tuning: every strategy at every rate of the grid, on seeds and held-out prompts of their own."""
     return [
         _job(options, task, files[task], strategy, seed, TASKS[task].learning_rate * multiple, held_out="validation")
         for task in files
@@ -206,7 +206,7 @@ def plan_tuning(options: Options, files: dict[str, TaskFiles]) -> list[Job]:
 
 def plan_tuned(options: Options, files: dict[str, TaskFiles], sections: Sequence[Section]) -> list[Job]:
     """
-    The runs at the tuned rates. Where the task's own rate is the best, that is a run of [`plan`].
+    Return the runs at the tuned rates. Where the task's own rate is the best, that is a run of [`plan`].
 
     Args:
         options ([`Options`]): What is to be run.
@@ -224,7 +224,7 @@ def plan_tuned(options: Options, files: dict[str, TaskFiles], sections: Sequence
 
 
 def has_gpu() -> bool:
-    """Whether there is a GPU to compute on."""
+    """Say whether there is a GPU to compute on."""
     import torch  # reporting goes without
 
     return torch.cuda.is_available()

@@ -16,7 +16,7 @@ from .settings import write_json, write_text
 
 
 def file_name(words: str, seed: int, content: Any) -> str:
-    """Name of the result file of a run: what it is in words, its seed, and a hash of all that it depends on."""
+    """Return the name of the result file of a run: what it is in words, its seed, and a hash of all that it depends on."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     return f"{words}-seed{seed}-{digest}.json"
 
@@ -34,9 +34,10 @@ class KeptRun:
 
 
 def stamped(**content: Any) -> dict[str, Any]:
-    """A result with the machine, in words, and the date."""
+    """Return a result with the machine, in words, and the date."""
     found = machine()
-    words = f"{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"
+    gpu = f"{found['gpu']}, " if "gpu" in found else ""
+    words = f"{gpu}{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"
     return content | {"machine": words, "date": datetime.now(UTC).date().isoformat()}
 
 

@@ -52,7 +52,7 @@ class Clock:
             self.switch(before)
 
     def paused(self) -> Any:
-        """Context in which nothing is measured."""
+        """Return the context in which nothing is measured."""
         return self.within(_PAUSED)
 
 
@@ -90,7 +90,7 @@ class Meter:
             self._rewards.setdefault(str(prompt), set()).add(reward)
 
     def end_step(self):
-        """An optimizer step is over, and with it the generation batch that it was made from."""
+        """End an optimizer step, and with it the generation batch that it was made from."""
         self.live_groups += sum(len(rewards) > 1 for rewards in self._rewards.values())
         self._rewards.clear()
         self.clock.switch("other")
@@ -104,7 +104,7 @@ class Meter:
             self.computed_tokens[self.clock.phase] += kwargs["input_ids"].numel()
 
     def flops(self, cost: TokenCost) -> dict[str, float]:
-        """FLOPs of each computing phase and together, by the cost of a token."""
+        """Return the FLOPs of each computing phase and together, by the cost of a token."""
         flops = {
             "rollout": cost.forward * self.tokens["rollout"],
             "logprob": cost.forward * self.tokens["logprob"],
@@ -113,7 +113,7 @@ class Meter:
         return {**flops, "total": sum(flops.values())}
 
     def snapshot(self, cost: TokenCost) -> dict[str, Any]:
-        """All totals so far, for JSON."""
+        """Return all totals so far, for JSON."""
         seconds = {phase: self.clock.seconds[phase] for phase in PHASES}
         return {
             "rows_rolled_out": self.rows_rolled_out,
@@ -197,7 +197,7 @@ class _StepEnd(TrainerCallback):
 
 def metered(trainer_class: type) -> type:
     """
-    A trainer class with instruments; its objects have an attribute `meter`.
+    Return a trainer class with instruments; its objects have an attribute `meter`.
 
     Args:
         trainer_class (`type`): [`~trl.GRPOTrainer`] or a subclass of it.

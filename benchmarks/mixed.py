@@ -25,7 +25,7 @@ def _number(generator: random.Random, digits: int) -> int:
 
 
 def problem(generator: random.Random, kind: str) -> dict[str, str]:
-    """A row of a kind."""
+    """Return a row of a kind."""
     digits = {"product": (3, 3), "remainder": (5, 3)}.get(kind) or (int(kind[0]),) * 2
     a, b = (_number(generator, count) for count in digits)
     if kind == "product":

@@ -46,7 +46,7 @@ class Oracle(RolloutController):
 
 def likeliest(alive: np.ndarray, share: float) -> np.ndarray:
     """
-    The groups with the highest probabilities to be `alive`, until theirs add up to `share` of the sum over all: bool, shape
+    Return the groups with the highest probabilities to be `alive`, until theirs add up to `share` of the sum over all: bool, shape
     `(P,)`. Ties go to the lower index.
     """
     order = np.argsort(-alive, kind="stable")

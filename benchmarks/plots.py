@@ -27,7 +27,7 @@ _COLOURS = [*colormaps["tab20"].colors, *colormaps["tab20b"].colors, *colormaps[
 
 
 def colour(strategy: str) -> Any:
-    """Colour of a strategy, its own: grey is the baseline's."""
+    """Return the colour of a strategy, its own: grey is the baseline's."""
     return _GREY if strategy == BASELINE else _COLOURS[(list(STRATEGIES).index(strategy) - 1) % len(_COLOURS)]
 
 
@@ -69,7 +69,7 @@ def write_picture(path: Path, title: str, curves: Sequence[Curve]):
 
 
 def _relative(curves: Sequence[Curve]) -> list[Curve]:
-    """Curves with FLOPs relative to the mean run of the baseline, and seconds to that on the same processor; NaN without one."""
+    """Return the curves with FLOPs relative to the mean run of the baseline, and seconds to that on the same processor; NaN without one."""
     bases = [curve for curve in curves if curve.strategy == BASELINE]
     flops = np.mean([base.costs["flops"][-1] for base in bases])
     clocks = {
@@ -90,7 +90,7 @@ def _relative(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def _draw(axis: Axes, runs: Sequence[Curve], cost: str, label: str, emphasised: bool):
-    """One strategy: its runs have evaluations at the same steps, as far as the shortest of them goes."""
+    """Draw one strategy, whose runs have evaluations at the same steps, as far as the shortest run goes."""
     costs, accuracy = stacked(runs, cost)
     own = colour(runs[0].strategy)
     width, order = (2.4, 3) if emphasised else (1.3, 2)

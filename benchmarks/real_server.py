@@ -1,22 +1,26 @@
 """
 Seconds, and accuracy with overlap, of a training with a real vLLM server, which has a core of its own.
 
-    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--bfloat16] [--output DIR] [--report_only]
+    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--bfloat16] [--url URL] [--output DIR] [--report_only]
 
-Completions are those of vLLM on this CPU (`make vllm-env`): the server has the first core, the training the last one. TRL's own server mode needs a GPU, so plain GRPO is `strategy: grpo` here, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
+Completions are those of vLLM on this CPU (`make vllm-env`): the server has the first core, the training the last one. With `--url` they are those of a server that
+runs already, see `benchmarks/gpu_server.sh`. Plain GRPO is `strategy: grpo` by the same server, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
 each step has left behind; it is computed after the training, so that overlap gains nothing by it. Arms that draw less make half as many steps again.
-Each is compared with the seconds that plain GRPO of the same seed had taken when it first had its own final accuracy; a dash stands
-where a run never had it.
+Each is compared with plain GRPO of the same seed at the shape that is named: first after as many steps, then by the seconds that plain GRPO had taken when it first had its
+own final accuracy; a dash stands where a run never had it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ from lze_trl.rewards import exact_match_reward
 
 from .comparison import first_crossing, smooth
 from .evaluation import Evaluation
-from .jobs import make_options
+from .jobs import has_gpu, make_options
 from .kept import KeptRun, tabulate
 from .sampling import spread
 from .suite import ready
@@ -44,11 +48,14 @@ OUTPUT = CHECKOUT / "runs" / "bench" / "real_server"
 PLAIN = "plain"
 ARMS: dict[str, dict[str, Any]] = {
     PLAIN: {"strategy": "grpo"},
+    "plain_g4": {"strategy": "grpo", "num_generations": 4},
     "exact": {"strategy": "exact"},
-    "gate": {"strategy": "gate", "num_generations": 4},
+    "exact_g4": {"strategy": "exact", "num_generations": 4},
+    "gate_g8": {"strategy": "gate"},
+    "gate": {"strategy": "gate", "num_generations": 4},  # kept runs call it so
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
-TITLES = {PLAIN: "plain GRPO", "exact": "`exact`", "gate": "`gate`, groups of 4"}
+TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "`gate`"}
 _STRETCH = 1.5
 
 
@@ -72,11 +79,11 @@ class Recorder(TrainerCallback):
         self._paused = self._begin = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        """The clock starts."""
+        """Start the clock."""
         self._begin = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        """A step has ended."""
+        """Take note of a step that has ended."""
         if state.global_step % self.every:
             return
         now, ledger = time.monotonic(), self.trainer.ledger
@@ -92,36 +99,54 @@ class Recorder(TrainerCallback):
         self._paused += time.monotonic() - now
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Make a run: its curve of seconds, tokens and accuracy, and the share of the clock that rollouts had."""
-    torch.set_num_threads(1)
+def size(arm: str, task: str) -> int:
+    """Return the completions of a group."""
+    return ARMS[arm].get("num_generations", TASKS[task].training["num_generations"])
+
+
+@contextmanager
+def server_on_first_core(model: Path, log: Path, float32: bool) -> Iterator[str]:
+    """Serve a model on the first core while this process has the last one; gives the URL."""
     cores = sorted(os.sched_getaffinity(0))
-    task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
-    bf16 = not run.float32
-    data, dtype = load(task, files, "test"), "bfloat16" if bf16 else "float32"
-    length = min(512, AutoConfig.from_pretrained(files.model).max_position_embeddings)
-    options = ("--max-model-len", str(length), "--dtype", dtype)
-    with (
-        tempfile.TemporaryDirectory() as name,
-        RealServer(files.model, Path(name) / "server.log", options, core=cores[0]) as server,
-    ):
+    length = min(512, AutoConfig.from_pretrained(model).max_position_embeddings)
+    options = ("--max-model-len", str(length), "--dtype", "float32" if float32 else "bfloat16")
+    with RealServer(model, log, options, core=cores[0]) as server:
         os.sched_setaffinity(0, cores[-1:])
         try:
+            yield server.url
+        finally:
+            os.sched_setaffinity(0, cores)
+
+
+def train(run: Run, url: str | None = None) -> dict[str, Any]:
+    """Make a run, with a server of its own or that of a URL: its curve of seconds, tokens and accuracy, and the share of the clock that rollouts had."""
+    torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(
+        False
+    )  # its gradient can be NaN: https://github.com/pytorch/pytorch/issues/196678
+    cores, on_gpu = sorted(os.sched_getaffinity(0)), has_gpu()
+    task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
+    bf16 = not run.float32
+    data = load(task, files, "test")
+    with tempfile.TemporaryDirectory() as name:
+        own = nullcontext(url) if url else server_on_first_core(files.model, Path(name) / "server.log", run.float32)
+        with own as served:
             trainer = LZEGRPOTrainer(
                 model=str(files.model),
                 reward_funcs=exact_match_reward,
                 args=LZEGRPOConfig(
                     **task.training
+                    | (task.on_gpu if on_gpu else {})
                     | ARMS[run.arm]
                     | {
                         "bf16": bf16,
                         "output_dir": f"{name}/trainer",
                         "learning_rate": task.learning_rate,
-                        "max_steps": run.steps if run.arm.startswith(PLAIN) else round(_STRETCH * run.steps),
+                        "max_steps": run.steps if ARMS[run.arm]["strategy"] == "grpo" else round(_STRETCH * run.steps),
                         "seed": run.seed,
                         "use_vllm": True,
                         "vllm_mode": "http",
-                        "vllm_server_urls": [server.url],
+                        "vllm_server_urls": [served],
                         # In bfloat16, both compute by other kernels
                         "vllm_server_kwargs": {"sync_tolerance": 0.5 if bf16 else None},
                         "save_strategy": "no",
@@ -136,15 +161,14 @@ def train(run: Run) -> dict[str, Any]:
             )
             trainer.add_callback(recorder := Recorder(trainer, Path(name) / "weights", task.eval_every))
             trainer.train()
-        finally:
-            os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
         held_out = data.evaluation["held_out"]
         evaluation = Evaluation(held_out, trainer.processing_class, task.training["max_completion_length"])
         for point in recorder.points:
             folder = recorder.folder / str(point["step"])
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            device = "cuda" if on_gpu else "cpu"
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+            with torch.autocast(device, torch.bfloat16, enabled=bf16):
                 point["accuracy"] = evaluation.accuracy(model)["mean"]
             shutil.rmtree(folder)
         torch.set_num_threads(1)
@@ -153,9 +177,14 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def compared(own: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
-    """A run against plain GRPO's of the same seed; NaN where it never had plain's final accuracy."""
+    """Compare a run with plain GRPO's of the same seed; NaN where it never had plain's final accuracy."""
     mine, theirs = (smooth([point["accuracy"] for point in run["curve"]]) for run in (own, plain))
-    found = {"accuracy": mine[-1], "share": own["spent"]["rollout"] / sum(own["spent"].values())}
+    last = min(len(mine), len(theirs)) - 1
+    found = {
+        "accuracy": mine[-1],
+        "points": 100 * (mine[last] - theirs[last]),
+        "share": own["spent"]["rollout"] / sum(own["spent"].values()),
+    }
     for cost in ("seconds", "rollout_tokens", "update_tokens"):
         costs, base = (np.array([point[cost] for point in run["curve"]]) for run in (own, plain))
         at, first = (first_crossing(*curve, theirs[-1]) for curve in ((costs, mine), (base, theirs)))
@@ -165,45 +194,54 @@ def compared(own: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """A table for each task: mean and range over the seeds."""
+    """Return a table for each task: mean and range over the seeds."""
     columns = {
+        "points": ("points after as many steps", "{:+.1f}"),
+        "seconds_a_step": ("seconds × of a step", "{:.2f}"),
         "accuracy": ("final accuracy", "{:.3f}"),
         "share": ("rollouts of its seconds", "{:.0%}"),
-        "seconds_a_step": ("seconds × of a step", "{:.2f}"),
         "seconds": ("seconds × to plain GRPO's accuracy", "{:.2f}"),
         "rollout_tokens": ("rollouts ×", "{:.2f}"),
         "update_tokens": ("updates ×", "{:.2f}"),
     }
-    parts = ["# A real vLLM server on a core of its own", " ".join(__doc__.split("\n\n")[2].split())]
+    parts = ["# A real vLLM server", " ".join(__doc__.split("\n\n")[2].split())]
     for task, float32 in dict.fromkeys((kept["run"]["task"], kept["run"]["float32"]) for kept in results):
         own = [kept for kept in results if (kept["run"]["task"], kept["run"]["float32"]) == (task, float32)]
         found = {(kept["run"]["arm"], kept["run"]["seed"]): kept["result"] for kept in own}
         rows = []
-        for arm in ARMS:
-            seeds = [seed for of_arm, seed in found if of_arm == arm and (PLAIN, seed) in found]
-            pairs = [compared(found[arm, seed], found[PLAIN, seed]) for seed in seeds]
+        for arm, base in itertools.product(ARMS, (PLAIN, "plain_g4")):
+            seeds = [seed for of_arm, seed in found if of_arm == arm and (base, seed) in found]
+            pairs = [compared(found[arm, seed], found[base, seed]) for seed in seeds]
             if pairs:
-                title = TITLES[arm.partition("+")[0]] + (" + overlap" if "+" in arm else "")
+                title = TITLES[ARMS[arm]["strategy"]] + (" + overlap" if "+" in arm else "")
                 cells = [spread([pair[key] for pair in pairs], form) for key, (_, form) in columns.items()]
-                rows.append([title, str(len(seeds)), *cells])
+                rows.append([title, f"{size(arm, task)}", f"{size(base, task)}", str(len(seeds)), *cells])
         about = "; ".join(sorted({f"{kept['machine']}, {kept['date']}" for kept in own}))
         shared = " Server and training shared one core: seconds say nothing." if own[0]["result"]["cores"] == 1 else ""
         parts += [
             f"## {TASKS[task].title}{', in float32' if float32 else ''}",
             f"{own[0]['run']['steps']} steps of plain GRPO. {about}.{shared}",
         ]
-        parts.append(table(["", "seeds", *(title for title, _ in columns.values())], rows))
+        parts.append(
+            table(
+                ["", "completions of a group", "of plain GRPO's", "seeds", *(title for title, _ in columns.values())],
+                rows,
+            )
+        )
     return "\n\n".join(parts)
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.real_server`."""
+    """Run `python -m benchmarks.real_server`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_server", description=__doc__.splitlines()[1])
     parser.add_argument("--task", choices=list(TASKS), default="words")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
     parser.add_argument("--steps", type=int, help="of plain GRPO; default: the task's own")
     parser.add_argument("--bfloat16", action="store_true", help="instead of float32: faster on a CPU with AMX")
+    parser.add_argument(
+        "--url", metavar="URL", help="of a vLLM server that runs; default: one on this CPU for each run"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
@@ -212,7 +250,7 @@ def main(arguments: Sequence[str] | None = None):
     if given.report_only:
         kept = sorted(given.output.glob("*-seed*.json"), reverse=True)
         runs = [Run(**json.loads(path.read_text(encoding="utf-8"))["run"]) for path in kept]
-    tabulate(runs, given.output, train, markdown, given.report_only)
+    tabulate(runs, given.output, partial(train, url=given.url), markdown, given.report_only)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 import lze_trl
 from lze_trl.config import LZEGRPOConfig
+from lze_trl.profile.folder import read_manifest
 from lze_trl.record.ledger import TokenCost, token_cost
 from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
@@ -26,9 +27,9 @@ from .evaluation import Evaluation
 from .jobs import PROGRESS_FILE, RESULT_FILE
 from .meter import Meter, metered
 from .oracle import Oracle
-from .settings import RunSettings, content_hash, write_json
+from .settings import BenchError, RunSettings, content_hash, write_json
 from .strategies import STRATEGIES
-from .tasks import TASKS, TaskFiles, load
+from .tasks import TASKS, TaskFiles, load, profile_of
 
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _LIBRARIES = ("lze-trl", "trl", "transformers", "torch", "accelerate", "datasets
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, threads and GPU of this machine."""
+    """Return the processor, cores, threads and GPU of this machine."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -56,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def circumstances() -> dict[str, Any]:
-    """Versions of the libraries, machine and date of a result."""
+    """Return the versions of the libraries, machine and date of a result."""
     return {
         "versions": {"python": platform.python_version(), **{name: version(name) for name in _LIBRARIES}},
         "machine": machine(),
@@ -65,7 +66,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def has_spent_the_budget(meter: Meter, cost: TokenCost, settings: RunSettings) -> bool:
-    """Whether a run has cost what the baseline's steps would, with completions as long as this run's."""
+    """Say whether a run has cost what the baseline's steps would, with completions as long as this run's."""
     rows = settings.training["generation_batch_size"] * settings.steps
     tokens = rows * meter.tokens["rollout"] / meter.rows_rolled_out
     return meter.flops(cost)["total"] >= tokens * (cost.forward + cost.train)
@@ -128,7 +129,7 @@ class Recorder(TrainerCallback):
 
 
 def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, str]], folder: Path) -> GRPOTrainer:
-    """The metered trainer of a run: TRL's own for the baseline."""
+    """Return the metered trainer of a run: TRL's own for the baseline."""
     shared = settings.training | {
         "output_dir": str(folder / "trainer"),
         "learning_rate": settings.learning_rate,
@@ -144,6 +145,14 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     own = ({} if plain else {"strategy": "lze", "summary": False}) | shared | settings.overrides
     share, times, alone = own.pop("oracle", None), own.pop("prompts", 1), own.pop("alone", False)
     own |= of_prompts(own, times)
+    begins = own.pop("profile", None)
+    if begins is not None and read_manifest(profile_of(settings.task)) is None:
+        raise BenchError(f"`{settings.task}` has no profile yet. Make it with `python -m benchmarks.profiled`.")
+    if begins == "kept":
+        kept = set(load_dataset(str(profile_of(settings.task)), "kept", split="train")["prompt"])
+        rows = [row for row in rows if row["prompt"] in kept]
+    elif begins == "state":
+        own["state_from"] = str(profile_of(settings.task))
     oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
     trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
@@ -160,7 +169,7 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
 
 
 def of_prompts(training: dict[str, Any], times: float) -> dict[str, int]:
-    """Batch settings with so many times the prompts in a step, in micro-batches of at most the same size."""
+    """Return the batch settings with so many times the prompts in a step, in micro-batches of at most the same size."""
     rows = round(times * training["generation_batch_size"])
     passes = max(1, round(times * training["gradient_accumulation_steps"]))
     return {
@@ -171,7 +180,7 @@ def of_prompts(training: dict[str, Any], times: float) -> dict[str, int]:
 
 
 def source() -> str:
-    """Hash of the code that a run depends on: of what is imported when it begins."""
+    """Return the hash of the code that a run depends on: of what is imported when it begins."""
     files = {Path(module.__file__) for module in list(sys.modules.values()) if getattr(module, "__file__", None)}
     return content_hash(*sorted(path for path in files if any(folder in path.parents for folder in _SOURCES)))
 
@@ -225,7 +234,7 @@ def run(settings: RunSettings, files: TaskFiles, folder: Path, at_once: int = 1)
 
 
 def main(job_file: str):
-    """Entry point: make the run that a job file describes."""
+    """Make the run that a job file describes."""
     path = Path(job_file)
     job = json.loads(path.read_text(encoding="utf-8"))
     files = TaskFiles(**{name: Path(value) for name, value in job["files"].items()})

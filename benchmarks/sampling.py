@@ -110,7 +110,7 @@ class TokenBudget(TrainerCallback):
 
 
 def build_trainer(run: SamplingRun, directory: str) -> tuple[LZEGRPOTrainer, Evaluation]:
-    """Trainer of a run, and the held-out prompts."""
+    """Return the trainer of a run, and the held-out prompts."""
     files = locate("addition")
     data = load(TASK, files, "test")
     steps = run.rollout_tokens  # never reached: a step takes more than one token
@@ -149,7 +149,7 @@ def train(run: SamplingRun) -> dict[str, float]:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Mean of the seeds, with the smallest and the largest value; a dash where one of them does not exist."""
+    """Return the mean over the seeds, with the smallest and the largest value; a dash where one of them does not exist."""
     if any(map(math.isnan, values)):
         return "–"
     mean = form.format(sum(values) / len(values))
@@ -176,7 +176,7 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, float]], float], str], ...] = (
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Table of the strategies, and how it was measured."""
+    """Return the table of the strategies, and how it was measured."""
     by_strategy: dict[str, list[dict[str, float]]] = {}
     for result in results:
         by_strategy.setdefault(result["run"]["strategy"], []).append(result["result"])
@@ -199,7 +199,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling", description=__doc__.splitlines()[1])
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], metavar="SEED")
     parser.add_argument(
@@ -214,7 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.sampling`."""
+    """Run `python -m benchmarks.sampling`."""
     options = build_parser().parse_args(arguments)
     console = Console(highlight=False)
     files = prepare()

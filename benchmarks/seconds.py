@@ -27,7 +27,7 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.engine import Engine
+from lze_trl.engine import TRLAdapter
 
 from .environment import make_tokenizer
 from .kept import file_name, tabulate
@@ -86,7 +86,7 @@ class Run:
 
 @lru_cache  # a report asks for the same batches with each share of the update
 def batches(timing: Timing, prompts: int, group_size: int, count: int = 5) -> tuple[float, ...]:
-    """Seconds that the rollouts of some batches of plain GRPO take on paper."""
+    """Return the seconds that the rollouts of some batches of plain GRPO take on paper."""
     rng = np.random.default_rng(0)
     return tuple(
         on_paper(timing, [timing.lengths([i], int(rng.integers(2**62)), group_size) for i in range(prompts)])
@@ -96,7 +96,7 @@ def batches(timing: Timing, prompts: int, group_size: int, count: int = 5) -> tu
 
 def least_overlapped(timing: Timing, prompts: int, group_size: int, update: int) -> float:
     """
-    What a step of plain GRPO with `one_step` takes at least, × one without: it ends when both the update and the next batch have, and
+    Say what a step of plain GRPO with `one_step` takes at least, × one without: it ends when both the update and the next batch have, and
     batches differ.
     """
     seconds = np.array(batches(timing, prompts, group_size, 24))
@@ -123,22 +123,22 @@ class Clock(TrainerCallback):
         self.read, self.ends = read, []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
-        """A step has ended."""
+        """Take note of a step that has ended."""
         self.ends.append(self.read())
 
 
 def passed(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """1 for a completion that passes."""
+    """Return 1 for a completion that passes."""
     return [float(ids[0] == PASS) for ids in completion_ids]
 
 
 async def awaited(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The same as a coroutine, which is called once a round has ended."""
+    """Score like [`passed`], as a coroutine, which is called once a round has ended."""
     return passed(completion_ids)
 
 
 def train(run: Run) -> dict[str, float]:
-    """Seconds a step, live groups and completions, and how busy engine and trainer are."""
+    """Train, and return seconds a step, live groups and completions, and how busy engine and trainer are."""
     tokenizer, timing = make_tokenizer(), run.timing
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -188,7 +188,7 @@ def train(run: Run) -> dict[str, float]:
             train_dataset=Dataset.from_list([{"prompt": f"{i:06d}"} for i in range(_BATCHES_A_PASS * run.prompts)]),
         )
         trainer.row_seconds = row_seconds
-        waits_for = Engine(trainer).waits_for
+        waits_for = TRLAdapter(trainer).why_rounds_are_synchronous
         if (waits_for is not None) != ("rounds" in run.arm):
             raise RuntimeError(f"This is not the arm {run.arm!r}: {waits_for or 'no group waits for another'}.")
 
@@ -207,7 +207,7 @@ def train(run: Run) -> dict[str, float]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Tables of kept results."""
+    """Return the tables of kept results."""
     runs = {tuple(result["run"].values()): result["result"] for result in results}
     parts = ["# Seconds of a step", " ".join(__doc__.split("\n\n")[2].split())]
     shapes = sorted({key[:2] for key in runs})
@@ -251,7 +251,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main():
-    """Entry point of `python -m benchmarks.seconds`."""
+    """Run `python -m benchmarks.seconds`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.seconds", description=__doc__.splitlines()[1])
     parser.add_argument("--shapes", nargs="+", default=["64x8", "128x4", "512x8"])
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.5, 1.0])

@@ -70,13 +70,13 @@ class Section:
         return tuning(self.curves("tuning"), self.steps, BASELINE)
 
     def curves(self, of: str = "main") -> list[Curve]:
-        """Curves of the `main`, `tuning` or `tuned` results."""
+        """Return the curves of the `main`, `tuning` or `tuned` results."""
         return [read_curve(result, self.every) for result in getattr(self, of)]
 
 
 def sort_results(results: Sequence[Result]) -> tuple[list[Section], dict[str, list[Result]]]:
     """
-    Sections of results, the one with the most runs first.
+    Return the sections of results, the one with the most runs first.
 
     A strategy is what it is defined as now: results of earlier definitions are left out. Of runs that differ in nothing but
     how far they may go on, or how often they were evaluated, the longest, then the one evaluated the most often counts.

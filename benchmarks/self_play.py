@@ -139,7 +139,7 @@ class Curves(TrainerCallback):
 
 
 def held_out_sets(rows: list[dict[str, str]], seen: set[str]) -> dict[str, list[dict[str, str]]]:
-    """Held-out problems that are not trained on: those of the probe, and those that accuracy is measured on."""
+    """Return the held-out problems that are not trained on: the problems of the probe, and those that accuracy is measured on."""
     unseen = [row for row in rows if row["prompt"] not in seen]
     order = np.random.default_rng(0).permutation(len(unseen))
     cut = min(_PROBE, len(unseen) // 4)
@@ -199,7 +199,7 @@ _LOGGED = {
 
 
 def read_results(output: Path) -> list[dict[str, Any]]:
-    """The finished runs of a folder, and those that its report has kept of runs that are not there any more; by arm and seed."""
+    """Return the finished runs of a folder, and those that its report has kept of runs that are not there any more; by arm and seed."""
     kept = output / "results.jsonl"
     texts = [path.read_text(encoding="utf-8") for path in sorted((output / "runs").glob("*.json"))]
     texts += kept.read_text(encoding="utf-8").splitlines() if kept.is_file() else []
@@ -224,7 +224,7 @@ def report(output: Path, console: Console):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.self_play", description=__doc__.splitlines()[1])
     parser.add_argument("--arms", nargs="+", metavar="NAME", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
@@ -237,7 +237,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.self_play`."""
+    """Run `python -m benchmarks.self_play`."""
     options, console = build_parser().parse_args(arguments), Console(highlight=False)
     try:
         if not options.report_only:
@@ -248,7 +248,7 @@ def main(arguments: Sequence[str] | None = None):
 
 
 def planned(options: argparse.Namespace) -> list[SelfPlayRun]:
-    """The runs that a command line means, seed by seed."""
+    """Return the runs that a command line means, seed by seed."""
     files = locate("calculator")
     shape = options.steps, options.learning_rate, options.rows, f"{files.model_hash}-{files.data_hash}"
     return [SelfPlayRun(arm, seed, *shape) for seed in dict.fromkeys(options.seeds) for arm in options.arms]

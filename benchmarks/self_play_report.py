@@ -22,7 +22,7 @@ _COLOURS = ("#4d5760", "#d55e00", "#0072b2", "#e69f00", "#56b4e9", "#009e73", "#
 
 
 def stopped_at(result: dict[str, Any]) -> int | None:
-    """Step at which the probes would have ended a run."""
+    """Return the step at which the probes would have ended a run."""
     points = [(point["step"], point["probe"]) for point in result["accuracy"]]
     probes = [(step, probe["mean"], probe["standard_error"]) for step, probe in points]
     ends = (n for n in range(1, len(probes) + 1) if why_to_stop(probes[:n]) is not None)
@@ -30,7 +30,7 @@ def stopped_at(result: dict[str, Any]) -> int | None:
 
 
 def precision_by_votes(labels: list[list[list[int]]], last: bool) -> dict[int, tuple[int, int]]:
-    """Right labels and all labels, whether or not they count, by the votes of the winner, in the first or the last span of steps."""
+    """Return the right labels and all labels, whether or not they count, by the votes of the winner, in the first or the last span of steps."""
     found: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     for votes, _, right, count in labels[-1 if last else 0]:
         found[votes][0] += right * count
@@ -58,7 +58,7 @@ _COLUMNS: tuple[tuple[str, Callable[[dict[str, Any]], float], str], ...] = (
 
 
 def markdown(contents: Sequence[dict[str, Any]]) -> str:
-    """Both tables, and how they were measured."""
+    """Return both tables, and how they were measured."""
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for content in contents:
         by_arm.setdefault(content["run"]["arm"], []).append(content)
@@ -113,7 +113,7 @@ def _pooled(contents: Sequence[dict[str, Any]], last: bool) -> dict[int, tuple[i
 
 
 def write_picture(path: Path, contents: Sequence[dict[str, Any]]):
-    """Accuracy, share above it, and right labels over the steps; right labels by votes."""
+    """Draw accuracy, share above it and right labels over the steps, and right labels by votes."""
     figure = Figure(figsize=(13.0, 8.2), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     accuracy, gap, precision, by_votes = figure.subplots(2, 2).flat
@@ -159,7 +159,7 @@ def write_picture(path: Path, contents: Sequence[dict[str, Any]]):
 
 
 def _draw(axis: Axes, steps: list[int], values: list[list[float]], colour: str, label: str):
-    """One arm: the mean over the seeds, and their range."""
+    """Draw one arm: the mean over the seeds, and their range."""
     array = np.array(values)
     axis.plot(steps, array.mean(axis=0), color=colour, lw=1.7, label=label)
     axis.fill_between(steps, array.min(axis=0), array.max(axis=0), color=colour, alpha=0.13, lw=0)

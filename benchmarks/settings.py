@@ -89,7 +89,7 @@ class RunSettings:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunSettings":
         """
-        Settings of a result or job file.
+        Return the settings of a result or job file.
 
         Raises:
             BenchError: An entry is missing or unknown.
@@ -108,7 +108,7 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def content_hash(*paths: Path) -> str:
-    """Hash of the content of files, whatever their names."""
+    """Return the hash of the content of files, whatever their names."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -116,7 +116,7 @@ def content_hash(*paths: Path) -> str:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> BenchError:
-    """Error for a name that does not exist, with the nearest one that does."""
+    """Return the error for a name that does not exist, with the nearest one that does."""
     known = list(known)
     return BenchError(f"Unknown {what} `{name}`.{near(name, known, '`{}`'.format)} Known are {', '.join(known)}.")
 

@@ -62,12 +62,12 @@ class Run(KeptRun):
 
 
 def length(completions: list[str], **columns: Any) -> list[float]:
-    """Characters, as a share of the most."""
+    """Return the characters, as a share of the most."""
     return [len(text) / LONGEST for text in completions]
 
 
 def mixed(rows: list[dict[str, Any]], hard: float) -> list[dict[str, Any]]:
-    """Sums of which a share has a third number."""
+    """Return the sums of which a share has a third number."""
     generator = random.Random(0)
     found = []
     for place, row in enumerate(rows):
@@ -80,7 +80,7 @@ def mixed(rows: list[dict[str, Any]], hard: float) -> list[dict[str, Any]]:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Accuracy before and after, and the mean length in the first and the last ten steps."""
+    """Train, and return accuracy before and after, and the mean length in the first and the last ten steps."""
     torch.set_num_threads(1)
     task, files = TASKS["addition"], locate("addition")
     data = load(task, files, "test")
@@ -119,7 +119,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """The table of kept results."""
+    """Return the table of kept results."""
     rows = []
     for arm, title in TITLES.items():
         found = [result["result"] for result in results if result["run"]["arm"] == arm]
@@ -137,7 +137,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.shaped`."""
+    """Run `python -m benchmarks.shaped`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shaped", description=__doc__.splitlines()[1])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=100)

@@ -87,7 +87,7 @@ Maker = Callable[[np.random.Generator], Row]
 
 
 def in_words(number: int) -> str:
-    """A number from 0 to 999,999 in English words: `two hundred and six`."""
+    """Return a number from 0 to 999,999 in English words: `two hundred and six`."""
     if number >= 1000:
         rest = number % 1000
         return f"{in_words(number // 1000)} thousand" + (f" {'and ' * (rest < 100)}{in_words(rest)}" if rest else "")
@@ -153,7 +153,7 @@ MIXES: dict[str, tuple[str, ...]] = {
 
 def make_rows(task: str, count: int, seed: int, without: frozenset[str] = frozenset()) -> list[dict[str, str]]:
     """
-    Prompts of a task, each once.
+    Return the prompts of a task, each once.
 
     Args:
         task (`str`): A key of [`MIXES`].
@@ -224,7 +224,7 @@ def make(task: str, model: Path, train: Path, held_out: Path):
 
 
 def main():
-    """Entry point of `python -m benchmarks.skills`."""
+    """Run `python -m benchmarks.skills`."""
     about = "Write the data of the tasks of SmolLM2, and its model, under runs/skills."
     argparse.ArgumentParser(prog="python -m benchmarks.skills", description=about).parse_args()
     for task in MIXES:

@@ -102,7 +102,7 @@ def train(directory: Path, keys: dict[str, Any], deadline: float, seed: int) -> 
 
 
 def differences(quiet: Path, other: Path) -> list[str]:
-    """What differs between two runs: weights, completions, groups, prompts, and how they ended."""
+    """Say what differs between two runs: weights, completions, groups, prompts, and how they ended."""
     first, second = (load_file(run / "model.safetensors") for run in (quiet, other))
     found = [f"weights of {name}" for name in first if not (first[name] == second[name]).all()]
     for table in ("completions", "groups", "prompts"):

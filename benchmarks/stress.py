@@ -58,7 +58,7 @@ def make(directory: str | Path, records: int, prompts: int):
 
 def measure(directory: str | Path) -> dict[str, float]:
     """
-    Seconds that the app takes to make its views, and the memory of the process.
+    Measure seconds that the app takes to make its views, and the memory of the process.
 
     The views are opened as by two readers who have just started the app: one at the overview, one at the prompts.
 
@@ -80,7 +80,7 @@ def measure(directory: str | Path) -> dict[str, float]:
         return view(book.open(book.ids[0]))
 
     def overview(run: Run) -> Any:
-        return views.overview(run), charts.overview(run)
+        return views.cards(run), charts.overview(run)
 
     def prompts(state: str | None = None, search: str | None = None) -> Callable:
         def shown(run: Run) -> Any:
@@ -113,7 +113,7 @@ def measure(directory: str | Path) -> dict[str, float]:
 
 def misses(results: list[dict[str, float]]) -> list[str]:
     """
-    What is slower than it may be, and whether memory grows with the run.
+    Say what is slower than it may be, and whether memory grows with the run.
 
     Args:
         results (`list[dict[str, float]]`): What [`measure`] returned, one a run.
@@ -138,7 +138,7 @@ def misses(results: list[dict[str, float]]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     making = actions.add_parser("make", help="record a synthetic run")

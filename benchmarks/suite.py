@@ -61,7 +61,7 @@ def bench(options: Options):
 
 
 def _files(options: Options, console: Console) -> tuple[dict[str, TaskFiles], list[str]]:
-    """Files of each task, and why some of `all` have none; a single task must have them."""
+    """Return the files of each task, and why some of `all` have none; a single task must have them."""
     files, errors = {}, []
     for task in chosen_tasks(options.task):
         try:
@@ -75,7 +75,7 @@ def _files(options: Options, console: Console) -> tuple[dict[str, TaskFiles], li
 
 
 def ready(task: str, options: Options, console: Console) -> TaskFiles:
-    """Files of a task; the warm start of the addition task is made here."""
+    """Return the files of a task, after making its warm start or data if they are made on demand."""
     files = locate(task, options.model, options.data)
     if task in OF_ADDITION and options.model is None:
         from .addition import prepare
@@ -147,7 +147,7 @@ def execute(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """SIGTERM is an exception in here: it would end this process at once, and leave its runs behind."""
+    """Make SIGTERM an exception within the block: else it would end this process at once, and leave its runs behind."""
 
     def leave(number: int, frame: Any):
         raise SystemExit(128 + number)
@@ -172,7 +172,7 @@ def _progress(console: Console) -> Progress:
 
 def time_left(jobs: Sequence[Job], running: Sequence[Job], waiting: Sequence[Job], at_once: int) -> str:
     """
-    Estimate of the time left, by the runs that are finished: those of the same strategy, or else of the same task.
+    Return the estimate of the time left, by the runs that are finished: those of the same strategy, or else of the same task.
 
     Args:
         jobs (`Sequence[Job]`): All runs.
@@ -206,7 +206,7 @@ def _same_task(one: Job, other: Job) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """A duration: `45 s`, `12 min`, `3 h 05 min`."""
+    """Return a duration: `45 s`, `12 min`, `3 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -223,7 +223,7 @@ def _outcome(job: Job) -> str:
 
 
 def _share(point: dict[str, Any], *phases: str) -> str:
-    """Share of the time that phases took."""
+    """Return the share of the time that phases took."""
     return f"{sum(point['seconds'][phase] for phase in phases) / point['seconds']['total']:.0%}"
 
 
@@ -236,7 +236,7 @@ def _log_end(job: Job) -> str:
 
 
 def read_results(output: Path) -> list[Result]:
-    """Results of the finished runs of a folder, and those that its report has kept of runs that are not there any more."""
+    """Return the results of the finished runs of a folder, and those that its report has kept of runs that are not there any more."""
     kept, found = output / RESULTS_FILE, sorted((output / RUNS_DIR).glob(f"*/{RESULT_FILE}"))
     texts = [path.read_text(encoding="utf-8") for path in found]
     if kept.is_file():

@@ -29,7 +29,7 @@ from .vllm_process import RealServer
 
 
 def seconds_of(model: torch.nn.Module, tokenizer, server: RealServer, sync: str, syncs: int) -> dict[str, float]:
-    """Bytes of the last sync, and the median seconds of all but the first, which also compares the base models."""
+    """Return the bytes of the last sync, and the median seconds of all but the first, which also compares the base models."""
     with tempfile.TemporaryDirectory() as directory:
         kwargs = {"sync": sync, "sync_dir": directory}
         config = LZEGRPOConfig(

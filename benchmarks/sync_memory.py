@@ -26,7 +26,7 @@ _HIDDEN, _VOCABULARY = 1024, 8192
 
 
 def build(megabytes: int) -> torch.nn.Module:
-    """A Qwen2 model of about the given size in float32."""
+    """Return a Qwen2 model of about the given size in float32."""
     layer = 4 * _HIDDEN**2 + 3 * _HIDDEN * 4 * _HIDDEN
     layers = max(1, round((megabytes * 2**20 / 4 - 2 * _VOCABULARY * _HIDDEN) / layer))
     config = Qwen2Config(
@@ -88,7 +88,7 @@ def _peak_reset() -> int:
 
 
 def _peak() -> int:
-    """Most bytes that were resident at a time."""
+    """Return the most bytes that were resident at a time."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 

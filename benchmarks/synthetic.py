@@ -66,7 +66,7 @@ class SyntheticTraining:
         return Meta(settings, ["accuracy_reward", "format_reward"])
 
     def generations(self, count: int) -> Iterator[GenerationRecord]:
-        """The next generation batches."""
+        """Make the next generation batches."""
         for generation in range(count):
             yield self._generation(generation)
 

@@ -32,13 +32,13 @@ from .strategies import BASELINE, STRATEGIES
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table: the first column to the left, all others to the right."""
+    """Return a Markdown table: the first column to the left, all others to the right."""
     rule = [":--", *["--:"] * (len(header) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
 def ratio(spread: Spread | None) -> str:
-    """Median and range over the seeds; says in how many of them a target was not reached."""
+    """Return the median and range over the seeds; says in how many of them a target was not reached."""
     if spread is None:
         return "–"
     seeds = len(spread.values)
@@ -54,7 +54,7 @@ def ratio(spread: Spread | None) -> str:
 
 
 def mean_ratio(value: float | None, interval: tuple[float, float] | None = None) -> str:
-    """A ratio of averaged curves, with its interval."""
+    """Return a ratio of averaged curves, with its interval."""
     if value is None:
         return "–"
     text = "not reached" if math.isinf(value) else f"{value:.2f}"
@@ -65,13 +65,13 @@ def mean_ratio(value: float | None, interval: tuple[float, float] | None = None)
 
 
 def accuracy(spread: Spread) -> str:
-    """Mean and standard deviation over the seeds."""
+    """Return the mean and standard deviation over the seeds."""
     deviation = spread.deviation
     return f"{spread.mean:.3f}" if deviation is None else f"{spread.mean:.3f} ± {deviation:.3f}"
 
 
 def points(found: Matched) -> str:
-    """Mean difference in accuracy, in percentage points, smallest to largest, and with how many of the seeds it is ahead."""
+    """Return the mean difference in accuracy, in percentage points, smallest to largest, and with how many of the seeds it is ahead."""
     spread = found.gain
     mean = f"{100 * spread.mean:+.1f}"
     if len(spread.values) == 1:
@@ -80,13 +80,13 @@ def points(found: Matched) -> str:
 
 
 def mean_of(spread: Spread) -> str:
-    """Mean over the seeds, with the range."""
+    """Return the mean over the seeds, with the range."""
     mean = f"{spread.mean:.2f}"
     return mean if f"{spread.low:.2f}" == f"{spread.high:.2f}" else f"{mean} ({spread.low:.2f}–{spread.high:.2f})"
 
 
 def by(shape: tuple[int, int]) -> str:
-    """A shape: prompts of a step, and completions of each."""
+    """Return a shape: prompts of a step, and completions of each."""
     return f"{shape[0]} × {shape[1]}"
 
 
@@ -125,7 +125,7 @@ class Names:
         return own, ", ".join(f"{name} {versions[name]}" for name in self._LIBRARIES)
 
     def of(self, runs: Sequence[Curve]) -> str:
-        """The title of the strategy of some runs, with the version that made them where there are several."""
+        """Return the title of the strategy of some runs, with the version that made them where there are several."""
         title = STRATEGIES[runs[0].strategy].title
         if not self.letters:
             return title
@@ -140,7 +140,7 @@ class Names:
         return f"{title} [{', '.join(marks)}{how}]"
 
     def legend(self) -> str:
-        """The versions, the newest first."""
+        """Return the versions, the newest first."""
         if not self.letters:
             return "".join(f"All but plain TRL's by {code[0]}." for code in self.last if code[0])
         entries = (
@@ -150,7 +150,7 @@ class Names:
 
 
 def _rows(curves: Sequence[Curve], names: Names, cells: Callable[[Pairs], Sequence[str]]) -> list[list[str]]:
-    """One row for each strategy that has runs: shape, name and `cells`; by shape, that of the baseline first, and plain TRL first in each."""
+    """Return one row for each strategy that has runs: shape, name and `cells`; by shape, that of the baseline first, and plain TRL first in each."""
     found = [runs for strategy in STRATEGIES if (runs := pairs(curves, strategy, BASELINE))]
     first = found[0][0][1].shape
     found.sort(key=lambda runs: (runs[0][0].shape != first, runs[0][0].shape, not STRATEGIES[runs[0][0].strategy].trl))
@@ -158,13 +158,13 @@ def _rows(curves: Sequence[Curve], names: Names, cells: Callable[[Pairs], Sequen
 
 
 def _seeds(runs: Pairs, curves: Sequence[Curve]) -> str:
-    """Number of seeds; says so if the baseline has more."""
+    """Return the number of seeds; says so if the baseline has more."""
     every = len(pairs(curves, BASELINE, BASELINE))
     return str(every) if len(runs) == every else f"{len(runs)} of {every}"
 
 
 def _differences(runs: Pairs, curves: Sequence[Curve], control: str) -> list[str]:
-    """Points against plain TRL of the same shape, and against the baseline."""
+    """Return the points against plain TRL of the same shape, and against the baseline."""
     run, plain = runs[0][0], plain_of(curves, runs[0][0].shape)
     base = "" if run.strategy == BASELINE else points(matched(runs, control))
     if run.strategy == plain:
@@ -176,7 +176,7 @@ def _differences(runs: Pairs, curves: Sequence[Curve], control: str) -> list[str
 
 
 def _per_group(found: Matched) -> str:
-    """Completions for each live group."""
+    """Return the completions for each live group."""
     own = found.own
     ratios = [
         c / live if live else math.nan
@@ -186,7 +186,7 @@ def _per_group(found: Matched) -> str:
 
 
 def _of_one_processor(runs: Pairs, shown: Callable[[Pairs], str]) -> str:
-    """Seconds × of the runs that can be compared; says so if some cannot."""
+    """Return the seconds × of the runs that can be compared; says so if some cannot."""
     comparable = on_one_processor(runs)
     text = shown(comparable) if comparable else "–"
     return text if len(comparable) in (0, len(runs)) else f"{text}, of {len(comparable)} of {len(runs)}"
@@ -197,7 +197,7 @@ _POINTS = ["points against plain TRL of this shape", "points against the baselin
 
 
 def equal_steps_table(curves: Sequence[Curve], names: Names) -> str:
-    """Accuracy and costs after as many optimizer steps as the baseline made."""
+    """Return the accuracy and costs after as many optimizer steps as the baseline made."""
 
     def cells(runs: Pairs) -> list[str]:
         found = matched(runs, "steps")
@@ -211,7 +211,7 @@ def equal_steps_table(curves: Sequence[Curve], names: Names) -> str:
 
 
 def equal_completions_table(curves: Sequence[Curve], names: Names) -> str:
-    """Accuracy where as many completions were rolled out."""
+    """Return the accuracy where as many completions were rolled out."""
 
     def cells(runs: Pairs) -> list[str]:
         found = matched(runs, "completions")
@@ -223,7 +223,7 @@ def equal_completions_table(curves: Sequence[Curve], names: Names) -> str:
 
 
 def trained_table(curves: Sequence[Curve], names: Names) -> str:
-    """Accuracy on prompts that are trained on, after equal steps, and the share of them that was forgotten."""
+    """Return the accuracy on prompts that are trained on, after equal steps, and the share of them that was forgotten."""
     recorded = not any(np.isnan(curve.forgotten[-1]) for curve in curves)
 
     def cells(runs: Pairs) -> list[str]:
@@ -244,7 +244,7 @@ def trained_table(curves: Sequence[Curve], names: Names) -> str:
 
 
 def price_table(curves: Sequence[Curve], names: Names) -> str:
-    """What each strategy costs to reach the baseline's final accuracy, by the share of generation in the baseline's time."""
+    """Say what each strategy costs to reach the baseline's final accuracy, by the share of generation in the baseline's time."""
 
     def costs(runs: Pairs) -> list[str]:
         seconds = _of_one_processor(runs, lambda own: ratio(cost_to_target(own, "seconds")))
@@ -270,7 +270,7 @@ _PRICED = [_LEADING, "rollouts", "updates", *_FURTHER]
 
 
 def averaged_table(curves: Sequence[Curve], names: Names) -> str:
-    """What each strategy costs to reach the baseline's final accuracy, on curves averaged over the seeds."""
+    """Say what each strategy costs to reach the baseline's final accuracy, on curves averaged over the seeds."""
 
     def cells(runs: Pairs) -> list[str]:
         both = (_LEADING, "flops")
@@ -284,7 +284,7 @@ def averaged_table(curves: Sequence[Curve], names: Names) -> str:
 
 
 def short_table(section: Section) -> str:
-    """The two numbers, in few columns."""
+    """Return the two numbers, in few columns."""
     curves = section.curves()
 
     def cells(runs: Pairs) -> list[str]:
@@ -301,7 +301,7 @@ def short_table(section: Section) -> str:
 
 
 def tuning_table(section: Section, names: Names) -> str:
-    """Accuracy of each batch and learning rate of the tuning, what it took, and the cheapest setting of plain TRL."""
+    """Return the accuracy of each batch and learning rate of the tuning, what it took, and the cheapest setting of plain TRL."""
     target, settings = section.settings
     best, rows = cheapest(settings), []
     for setting in settings:
@@ -332,7 +332,7 @@ def tuning_table(section: Section, names: Names) -> str:
 
 
 def section_text(section: Section, pictures: Sequence[str]) -> str:
-    """All tables of a section."""
+    """Return all tables of a section."""
     names = Names(section.results)
     parts = [f"## {section.title}", _conditions(section, names), *(f"![{section.title}]({name})" for name in pictures)]
     if section.main:
@@ -384,7 +384,7 @@ def _comparison(curves: Sequence[Curve], names: Names) -> list[str]:
 
 
 def _conditions(section: Section, names: Names) -> str:
-    """How the runs of a section were made."""
+    """Say how the runs of a section were made."""
     every, steps = section.results, section.steps
     results = section.main or every
     bases = [result for result in results if result["settings"]["strategy"] == BASELINE] or results[:1]
@@ -417,7 +417,7 @@ def _conditions(section: Section, names: Names) -> str:
 
 
 def _share(costs: dict[str, float]) -> float:
-    """Share of rollouts in a cost of a run."""
+    """Return the share of rollouts in a cost of a run."""
     return costs["rollout"] / costs["total"]
 
 
@@ -429,7 +429,7 @@ def _machine(values: dict[str, Any]) -> str:
 
 
 def _check(results: Sequence[dict[str, Any]]) -> str:
-    """How far sampling is from the accuracy that it is expected to have."""
+    """Say how far sampling is from the accuracy that it is expected to have."""
     checks = [check for result in results for check in result["checks"]]
     if not checks:
         return ""

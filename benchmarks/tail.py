@@ -21,7 +21,7 @@ from .timed_server import Timing, on_paper
 
 
 def seconds(timing: Timing, prompts: int, group_size: int, live: float, batches: int, seed: int) -> dict[str, float]:
-    """Seconds and tokens of the rollouts, × those of plain GRPO."""
+    """Return the seconds and tokens of the rollouts, × those of plain GRPO."""
     rng = np.random.default_rng(seed)
     sums: Counter[str] = Counter()
     before = None
@@ -46,7 +46,7 @@ def seconds(timing: Timing, prompts: int, group_size: int, live: float, batches:
 
 
 def main():
-    """Entry point of `python -m benchmarks.tail`."""
+    """Run `python -m benchmarks.tail`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tail", description=__doc__.splitlines()[1])
     parser.add_argument("--shapes", nargs="+", default=["64x8", "128x4", "512x8"])
     parser.add_argument("--live", nargs="+", type=float, default=[0.4, 0.25])

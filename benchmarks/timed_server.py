@@ -52,15 +52,15 @@ class Timing:
     scale: float = 1.0
 
     def step(self, sequences: int) -> float:
-        """Seconds of a step of so many sequences."""
+        """Return the seconds of a step of so many sequences."""
         return self.scale * max(self.floor, self.per_sequence * sequences)
 
     def lengths(self, prompt: list[int], seed: int, count: int) -> list[int]:
-        """Lengths of some completions."""
+        """Return the lengths of some completions."""
         return [self.completion(prompt, seed, i)[0] for i in range(count)]
 
     def completion(self, prompt: list[int], seed: int, index: int) -> tuple[int, bool, float]:
-        """Length, whether it passes, and the log-probability of that."""
+        """Return the length, whether it passes, and the log-probability of that."""
         of_prompt, passes = _uniform(f"{prompt}"), _uniform(f"{seed}/{index}/pass")
         rate = float(beta.ppf(_uniform(f"{prompt}/rate"), self.spread, self.spread))
         deviation = self.sigma * (norm.ppf(_uniform(f"{seed}/{index}")) + norm.ppf(of_prompt) / 2)
@@ -81,7 +81,7 @@ def on_paper(
     timing: Timing, requests: Sequence[Sequence[int]], then: Mapping[int, Sequence[int]] | None = None
 ) -> float:
     """
-    Seconds that requests take which all come at once, without a clock: each is the lengths of its sequences. When the first sequence of
+    Return the seconds that requests take which all come at once, without a clock: each is the lengths of its sequences. When the first sequence of
     a request in `then` has ended, its further sequences come.
     """
     waiting = deque((length, -1 if j else i) for i, lengths in enumerate(requests) for j, length in enumerate(lengths))
@@ -153,7 +153,7 @@ class TimedEngine:
 
 
 def application(engine: TimedEngine) -> Starlette:
-    """The part of vLLM's HTTP interface that training uses."""
+    """Return the part of vLLM's HTTP interface that training uses."""
     state = {"version": "default"}
 
     async def answer(request: Request) -> JSONResponse:
@@ -193,7 +193,7 @@ def application(engine: TimedEngine) -> Starlette:
 
 @contextmanager
 def serving(timing: Timing, port: int = 0) -> Iterator[tuple[str, TimedEngine]]:
-    """A server on 127.0.0.1, on a thread of its own: its URL and its engine."""
+    """Serve on 127.0.0.1, on a thread of its own; gives the URL and the engine."""
     engine = TimedEngine(timing)
     config = uvicorn.Config(application(engine), host="127.0.0.1", port=port, log_level="error", access_log=False)
     server = uvicorn.Server(config)
@@ -216,13 +216,13 @@ def serving(timing: Timing, port: int = 0) -> Iterator[tuple[str, TimedEngine]]:
 
 
 def dead_share(timing: Timing, group_size: int) -> float:
-    """Expected share of groups without a gradient."""
+    """Return the expected share of groups without a gradient."""
     rates = beta.ppf((np.arange(10_000) + 0.5) / 10_000, timing.spread, timing.spread)
     return float((rates**group_size + (1 - rates) ** group_size).mean())
 
 
 def main():
-    """Entry point of `python -m benchmarks.timed_server`."""
+    """Run `python -m benchmarks.timed_server`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.timed_server", description=__doc__.splitlines()[1])
     parser.add_argument("--port", type=int, default=8010)
     for field in fields(Timing):

@@ -6,6 +6,7 @@ python -m benchmarks.where [--results DIR] [--output DIR]
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ GENERATION = 0.25  # of plain GRPO's FLOPs: 2 a weight and token of 8
 _PROMPTS, _SIZE, _HORIZON = 512, 8, Horizon(prompts=2048, per_batch=32, batches=60)
 _SIMULATIONS = 4  # of the gate
 _MEANS = (0.5, 0.1)  # of pass rates
-_MARKS = "osDv^<>PX*"
+_MARKS = "osDv^<>PX*phdH8"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Point:
 
 
 def dead_share(base: Curve, curves: Sequence[Curve]) -> float:
-    """Share of dead groups of a run of plain GRPO; where it was not counted, that of `exact`, which makes the same steps; else NaN."""
+    """Return the share of dead groups of a run of plain GRPO; where it was not counted, that of `exact`, which makes the same steps; else NaN."""
     same = [curve for curve, own in pairs(curves, "exact", BASELINE) if own is base and curve.shape == base.shape]
     for curve in (base, *same):
         spent = curve.at("steps", base.costs["steps"][-1])
@@ -70,7 +71,7 @@ def dead_share(base: Curve, curves: Sequence[Curve]) -> float:
 
 
 def points(results: Path) -> list[Point]:
-    """All runs of all folders of kept results that can be compared, except for controls."""
+    """Return all runs of all folders of kept results that can be compared, except for controls."""
     found = []
     for file in sorted(results.glob(f"*/{RESULTS_FILE}")):
         if "settings" not in json.loads(file.read_text(encoding="utf-8").partition("\n")[0]):
@@ -90,7 +91,7 @@ def points(results: Path) -> list[Point]:
 
 
 def sample_of(dead: float, mean: float, seed: int = 0) -> GroupSample | None:
-    """Prompts whose pass rates have a Beta distribution of this mean, and groups of eight this share of dead ones; `None` if there is none."""
+    """Return the prompts whose pass rates have a Beta distribution of this mean, and groups of eight this share of dead ones; `None` if there is none."""
 
     def error(log: float) -> float:
         a, b = np.array([np.exp(log) * mean]), np.array([np.exp(log) * (1.0 - mean)])
@@ -115,7 +116,7 @@ def sample_of(dead: float, mean: float, seed: int = 0) -> GroupSample | None:
 
 
 def predicted(dead: float, mean: float) -> dict[str, tuple[float, float]] | None:
-    """Completions × and FLOPs × of `exact` and of the gate after as many steps, by the forecast's model."""
+    """Return the completions × and FLOPs × of `exact` and of the gate after as many steps, by the forecast's model."""
     sample = sample_of(dead, mean)
     if sample is None:
         return None
@@ -133,7 +134,7 @@ def draw(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str,
     """Write the picture: a panel for each cost, a colour for each strategy, a mark for each folder of runs, and lines for the model."""
     figure = Figure(figsize=(13.0, 5.6), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    marks = dict(zip(dict.fromkeys(point.kept for point in found), _MARKS, strict=False))
+    marks = dict(zip(dict.fromkeys(point.kept for point in found), itertools.cycle(_MARKS), strict=False))
     axes = figure.subplots(1, 2)
     for place, (axis, (cost, label)) in enumerate(zip(axes, COSTS.items(), strict=True)):
         for strategy in (name for name in STRATEGIES if any(point.strategy == name for point in found)):
@@ -176,7 +177,7 @@ def draw(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str,
 
 
 def report(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str, tuple[float, float]]]]]) -> str:
-    """The picture's points, those of a folder and strategy in one row, and its lines."""
+    """Return the picture's points, those of a folder and strategy in one row, and its lines."""
     rows = []
     for kept, strategy, shape in dict.fromkeys((point.kept, point.strategy, point.shape) for point in found):
         own = [point for point in found if (point.kept, point.strategy, point.shape) == (kept, strategy, shape)]
@@ -217,7 +218,7 @@ def report(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[st
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.where`."""
+    """Run `python -m benchmarks.where`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.where", description=__doc__.strip().splitlines()[0])
     parser.add_argument(
         "--results", type=Path, default=forecasts.KEPT, help="folders of kept results; default: benchmarks/results"

@@ -1,10 +1,13 @@
 """The report of runs on a real vLLM server, by hand-made runs; the runs themselves need the server's environment."""
 
+import asyncio
+import json
 import math
 
 import pytest
 
 from benchmarks.real_server import compared, markdown
+from benchmarks.weight_version import WeightVersion
 
 
 def result(accuracies: list[float], seconds: float, tokens: int) -> dict:
@@ -29,14 +32,57 @@ def test_plain_grpos_accuracy_may_be_reached_sooner_or_never():
     assert math.isnan(compared(result([0.1, 0.2, 0.2], seconds=1.0, tokens=1), PLAIN)["seconds"])
 
 
-def test_a_table_has_a_row_for_each_arm_that_has_plain_grpos_seed():
+def test_accuracies_are_compared_after_as_many_steps():
+    longer = result([0.1, 0.1, 0.1, 0.7, 0.9, 0.9], seconds=5.0, tokens=100)
+    assert compared(longer, PLAIN)["points"] == pytest.approx(0.0)  # both 0.3, the mean of three
+    assert compared(PLAIN, longer)["points"] == pytest.approx(0.0)
+
+
+def test_a_table_has_a_row_for_each_arm_and_plain_grpo_of_its_seed():
     slower = result([0.1, 0.2, 0.2], seconds=1.0, tokens=1)
-    runs = [("plain", 0, PLAIN), ("exact", 0, slower), ("gate", 1, slower)]
+    runs = [
+        ("plain", 0, PLAIN),
+        ("plain_g4", 0, slower),
+        ("exact", 0, slower),
+        ("gate", 0, slower),
+        ("gate_g8", 1, slower),
+    ]
     about = {"machine": "a CPU", "date": "2026-11-25"}
     kept = [
         {"run": {"task": "words", "arm": arm, "seed": seed, "steps": 4, "float32": False}, "result": of_it, **about}
         for arm, seed, of_it in runs
     ]
     rows = [line for line in markdown(kept).splitlines() if line.startswith("| ") and "--" not in line]
-    assert [row.split("|")[1].strip() for row in rows] == ["", "plain GRPO", "`exact`"]
-    assert "–" in rows[-1]
+    cells = [[cell.strip() for cell in row.split("|")[1:]] for row in rows[1:]]
+    of_plain = [("8", "8"), ("8", "4"), ("4", "8"), ("4", "4")]
+    titles = [*["plain GRPO"] * 4, *["`exact`"] * 2, *["`gate`"] * 2]
+    assert [(title, own, base) for title, own, base, *_ in cells] == [
+        (title, *sizes) for title, sizes in zip(titles, [*of_plain, *of_plain[:2], *of_plain[2:]], strict=True)
+    ]
+    assert "–" in rows[-2] and "–" not in rows[-1]  # it has the accuracy of plain GRPO with 64 × 4
+
+
+def test_the_version_of_the_weights_is_kept_beside_the_server():
+    passed = []
+
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    def ask(path: str, *parts: bytes) -> dict:
+        sent = []
+        messages = [{"body": part, "more_body": True} for part in parts] + [{"body": b"", "more_body": False}]
+
+        async def receive():
+            return messages.pop(0)
+
+        async def send(message):
+            sent.append(message)
+
+        asyncio.run(server({"type": "http", "path": path}, receive, send))
+        return json.loads(sent[-1]["body"]) if sent else {}
+
+    server = WeightVersion(app)
+    assert ask("/weight_info") == {"weight_version": ""}
+    assert ask("/update_weight_version", b'{"new_', b'version": "run-3"}') == {}
+    assert ask("/weight_info") == {"weight_version": "run-3"}
+    assert ask("/v1/completions") == {} and passed == ["/v1/completions"]

@@ -50,7 +50,7 @@ def measure(part: str, quick: bool, output: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.parts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

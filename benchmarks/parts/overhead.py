@@ -92,7 +92,7 @@ class Worker:
         self.recorder = Recorder(args, {}, ["reward"], lambda: Ledger().summary(TokenCost(1.0, 3.0)), self.accelerator)
 
     def draw(self):
-        """Prompts and outcomes of the next batch; not measured."""
+        """Make prompts and outcomes of the next batch; not measured."""
         chance = np.repeat(self.rng.random(self.group[-1] + 1), np.bincount(self.group))
         self.outcomes = (self.rng.random(self.size) < chance).astype(np.float64)
         ids = self.rng.choice(self.ids[:_IN_TURN], self.group[-1] + 1, replace=False)[self.group]
@@ -100,7 +100,7 @@ class Worker:
         self.inputs = [{"prompt": f"prompt {id}", ID_COLUMN: int(id)} for id in ids[mine]]
 
     def gather(self):
-        """Sums of log-probabilities, and one gather of lengths and ids."""
+        """Sum log-probabilities, and gather lengths and ids once."""
         held = self.held | {"input": self.inputs, "prompt": [row["prompt"] for row in self.inputs]}
         lengths = np.array([len(ids) for ids in held["completion_ids"]])
         numbers = {
@@ -127,7 +127,7 @@ class Worker:
         self.scored = replace(scored, held=held)
 
     def foresight(self):
-        """What is expected of each group before and after its first completion, and whether the gate goes on with it."""
+        """Compute what is expected of each group before and after its first completion, and whether the gate goes on with it."""
         whole, rng = self.scored, keyed_rng(0, self.generation, "rollouts")
         first = np.unique(whole.group, return_index=True)[1]
         drawn = whole.take(first)
@@ -142,14 +142,14 @@ class Worker:
         self.scored = self.scored.with_prompts(**vars(self.groups))
 
     def selection(self):
-        """The groups to train on."""
+        """Select the groups to train on."""
         k = quota(SHARE, len(self.groups))
         rng = keyed_rng(0, self.generation, "selection")
         self.chosen_groups = choose(self.selector, self.groups, k, rng)
         self.chosen = np.flatnonzero(self.chosen_groups[self.group])
 
     def packing(self):
-        """Where each chosen row is computed."""
+        """Decide where each chosen row is computed."""
         chosen = self.scored.take(self.chosen)
         self.lengths = chosen.prompt_tokens, chosen.completion_tokens
         rng = keyed_rng(0, self.generation, "steps")
@@ -157,12 +157,12 @@ class Worker:
         self.layout: Layout = pack(*self.lengths, weights.chunk, self.geometry, chosen.owner)
 
     def redistribution(self):
-        """Chosen rows to the processes that compute them."""
+        """Send chosen rows to the processes that compute them."""
         held = {name: values for name, values in self.scored.held.items() if name not in SHOWN}
         replace(self.scored.take(self.chosen), held=held).moved(self.layout, self.accelerator)
 
     def telemetry(self):
-        """Metrics for the log, and a record for the background thread."""
+        """Make the metrics for the log, and a record for the background thread."""
         batch_metrics(self.groups, self.chosen_groups)
         pruned = self.prompt_state.pruned(self.groups.prompt_ids)
         prompts = prompt_columns(self.groups, selected=self.chosen_groups, pruned=pruned)
@@ -170,7 +170,7 @@ class Worker:
         self.recorder.record(prompts, rows, self.scored, self.generation, step=0)
 
     def step(self) -> dict[str, float]:
-        """Seconds of each part, of the slowest process, and of the background thread's work."""
+        """Return the seconds of each part, of the slowest process, and of the background thread's work."""
         self.draw()
         seconds = {}
         for name in PARTS:
@@ -187,7 +187,7 @@ class Worker:
 
 
 def smallest_update(tokens: int) -> dict[str, float]:
-    """Seconds of forward and backward for one row with the smallest sensible model, and its weights."""
+    """Return the seconds of forward and backward for one row with the smallest sensible model, and its weights."""
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=1_024,
@@ -209,7 +209,7 @@ def smallest_update(tokens: int) -> dict[str, float]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Milliseconds of each part at P = 1024, G = 8 and completions of 1,000 tokens on average, on two processes."""
+    """Measure milliseconds of each part at P = 1024, G = 8 and completions of 1,000 tokens on average, on two processes."""
     groups, group_size, tokens, repetitions = (16, 4, 50, 2) if quick else (1_024, 8, 1_000, 5)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
@@ -227,7 +227,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def step_seconds(result: dict[str, Any]) -> dict[str, float]:
-    """Seconds of what a step is compared with: nothing but the update of the chosen rows on each of two processes."""
+    """Return the seconds of what a step is compared with: nothing but the update of the chosen rows on each of two processes."""
     rows = SHARE * result["groups"] * result["group_size"] / PROCESSES
     smallest = result["smallest"]
     flops = _FLOPS_PER_TOKEN * rows * (result["tokens"] + _PROMPT_TOKENS)
@@ -240,7 +240,7 @@ def step_seconds(result: dict[str, Any]) -> dict[str, float]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     spreads = {name: Spread(tuple(values)) for name, values in result["milliseconds"].items()}
     rows = [[title, shown(spreads[name])] for name, title in PARTS.items()]
     totals = Spread(tuple(map(sum, zip(*(result["milliseconds"][name] for name in PARTS), strict=True))))
@@ -274,7 +274,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None):
-    """Entry point of a worker."""
+    """Run a worker."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("report", type=Path)
     for name in ("groups", "group_size", "tokens", "repetitions"):

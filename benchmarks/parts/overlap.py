@@ -19,7 +19,7 @@ WORDS = 8_000
 
 def problems(count: int, rng: np.random.Generator) -> list[str]:
     """
-    Texts as long as the problems of MATH, of which half have 25 to 61 tokens: words by Zipf's law, and numbers, which differ from problem to
+    Return the texts as long as the problems of MATH, of which half have 25 to 61 tokens: words by Zipf's law, and numbers, which differ from problem to
     problem.
     """
     words = np.array([f"{i:x}".translate(str.maketrans("0123456789", "ghijklmnop")) for i in range(WORDS)])
@@ -32,7 +32,7 @@ def problems(count: int, rng: np.random.Generator) -> list[str]:
 
 
 def _resident() -> float:
-    """Memory of this process, in MB."""
+    """Return the memory of this process, in MB."""
     return psutil.Process().memory_info().rss / 1e6
 
 
@@ -53,13 +53,13 @@ def _size(count: int, repetitions: int) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """64 candidates against an index of 10⁵ and of 10⁶ problems."""
+    """Return 64 candidates against an index of 10⁵ and of 10⁶ problems."""
     sizes, repetitions = ((10**3, 10**4), 1) if quick else ((10**5, 10**6), 3)
     return circumstances("overlap") | {"rows": [_size(size, repetitions) for size in sizes]}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     rows = []
     for case in result["rows"]:
         seconds = Spread(tuple(case["seconds"]))

@@ -18,7 +18,7 @@ _PROCESSES, _BATCHES = (1, 2, 8), (128, 512, 2048)
 
 
 def trl_tokens(batch: Lengths, processes: int) -> int:
-    """Tokens that TRL computes: every row as wide as the longest prompt and completion of its process."""
+    """Return the tokens that TRL computes: every row as wide as the longest prompt and completion of its process."""
     parts = zip(
         np.array_split(batch.prompt_tokens, processes), np.array_split(batch.completion_tokens, processes), strict=True
     )
@@ -26,20 +26,20 @@ def trl_tokens(batch: Lengths, processes: int) -> int:
 
 
 def chosen_rows(num_groups: int, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Rows of a share of the groups, chosen at random."""
+    """Return the rows of a share of the groups, chosen at random."""
     groups = np.sort(rng.permutation(num_groups)[: round(share * num_groups)])
     return (groups[:, None] * GROUP_SIZE + np.arange(GROUP_SIZE)).ravel()  # (K, G) → (K·G,)
 
 
 def packed(batch: Lengths, rows: np.ndarray, geometry: Geometry) -> Layout:
-    """Layout of some rows in one optimizer step, each process holding an equal part of the batch."""
+    """Return the layout of some rows in one optimizer step, each process holding an equal part of the batch."""
     owner = rows * geometry.num_processes // len(batch.prompt_tokens)
     chunk = np.zeros(len(rows), dtype=np.int64)
     return pack(batch.prompt_tokens[rows], batch.completion_tokens[rows], chunk, geometry, owner)
 
 
 def computed(batch: Lengths, rows: np.ndarray, layout: Layout, processes: int) -> tuple[int, int]:
-    """Real and computed tokens of all processes."""
+    """Return the real and computed tokens of all processes."""
     prompts, completions = batch.prompt_tokens[rows], batch.completion_tokens[rows]
     each = [padding_efficiency(layout, prompts, completions, process) for process in range(processes)]
     return sum(real for real, _ in each), sum(total for _, total in each)
@@ -73,7 +73,7 @@ def _case(processes: int, size: int, share: float, draws: int) -> dict[str, Any]
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Padding efficiency for several batch sizes, numbers of processes and shares chosen."""
+    """Measure padding efficiency for several batch sizes, numbers of processes and shares chosen."""
     draws = 3 if quick else 20
     return circumstances("padding") | {
         "draws": draws,
@@ -88,7 +88,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     rows = []
     for case in result["rows"]:
         ours = Spread(tuple(case["efficiency"]))

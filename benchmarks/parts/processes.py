@@ -25,7 +25,7 @@ _GOES_ON = 0.3  # share of the groups that are completed
 
 def completions(num_prompts: int, group_size: int, processes: int, goes_on: float = _GOES_ON) -> float:
     """
-    Completions that the gate is expected to draw × plain GRPO's: one of each prompt, and the others of each group that goes on, each with the
+    Return the completions that the gate is expected to draw × plain GRPO's: one of each prompt, and the others of each group that goes on, each with the
     same probability. Every process draws as many in a round as the one with the most.
     """
 
@@ -38,7 +38,7 @@ def completions(num_prompts: int, group_size: int, processes: int, goes_on: floa
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Completions × of small and usual batches, for each number of processes."""
+    """Measure completions × of small and usual batches, for each number of processes."""
     rows = [
         {"prompts": prompts, "group_size": size, "completions": [completions(prompts, size, n) for n in _PROCESSES]}
         for prompts, size in _BATCHES
@@ -47,7 +47,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     rows = [
         [f"{row['prompts']} × {row['group_size']}", *(f"{times:.2f}" for times in row["completions"])]
         for row in result["rows"]

@@ -28,7 +28,7 @@ _MEASURES = ("seconds", "passes", "micro_steps", "computed_tokens")
 
 
 def _launched(directory: Path) -> list[str]:
-    """The command that measures with the settings in a folder, on two processes without a GPU."""
+    """Return the command that measures with the settings in a folder, on two processes without a GPU."""
     config = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
@@ -53,7 +53,7 @@ def _launched(directory: Path) -> list[str]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Seconds, passes and tokens of an optimizer step, by method."""
+    """Measure seconds, passes and tokens of an optimizer step, by method."""
     settings = PRESETS["tiny"] if quick else PRESET
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -91,7 +91,7 @@ def measure_here(directory: Path):
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     settings, found = result["settings"], result["methods"]
     rows = []
     for method, values in found.items():

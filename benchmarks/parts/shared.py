@@ -32,7 +32,7 @@ class Lengths:
 
 def log_normal(count: int, longest: int, rng: np.random.Generator) -> np.ndarray:
     """
-    Lengths like those of reasoning traces: log-normal with a median of an eighth of the longest and σ = 0.8, cut off at
+    Return the lengths like those of reasoning traces: log-normal with a median of an eighth of the longest and σ = 0.8, cut off at
     the longest, shape `(count,)`. One in 200 is cut off.
     """
     lengths = np.exp(rng.normal(np.log(longest * MEDIAN_SHARE), SIGMA, count))
@@ -40,41 +40,41 @@ def log_normal(count: int, longest: int, rng: np.random.Generator) -> np.ndarray
 
 
 def prompts(num_groups: int, group_size: int, longest: int, rng: np.random.Generator) -> np.ndarray:
-    """Prompt lengths between 1/256 and 1/64 of the longest completion, one for each group, shape `(P·G,)`."""
+    """Return the prompt lengths between 1/256 and 1/64 of the longest completion, one for each group, shape `(P·G,)`."""
     lengths = rng.integers(max(1, longest // 256), max(2, longest // 64) + 1, size=num_groups)
     return np.repeat(lengths, group_size)
 
 
 def reasoning_batch(num_groups: int, group_size: int, longest: int, rng: np.random.Generator) -> Lengths:
-    """A batch of log-normal lengths."""
+    """Return a batch of log-normal lengths."""
     return Lengths(prompts(num_groups, group_size, longest, rng), log_normal(num_groups * group_size, longest, rng))
 
 
 def equal_batch(num_groups: int, group_size: int, longest: int) -> Lengths:
-    """A batch of equal lengths, about the mean of [`log_normal`]."""
+    """Return a batch of equal lengths, about the mean of [`log_normal`]."""
     count = num_groups * group_size
     mean = int(longest * MEDIAN_SHARE * np.exp(SIGMA**2 / 2))
     return Lengths(np.full(count, max(2, longest // 100)), np.full(count, max(1, mean)))
 
 
 def ratios(seconds: list[float], base: list[float]) -> Spread:
-    """Ratio of each repetition to the baseline's in the same repetition."""
+    """Return the ratio of each repetition to the baseline's in the same repetition."""
     return Spread(tuple(mine / theirs for mine, theirs in zip(seconds, base, strict=True)))
 
 
 def shown(spread: Spread, unit: str = "") -> str:
-    """Median and range."""
+    """Return the median and range."""
     return f"{spread.median:.3g}{unit} ({spread.low:.3g}–{spread.high:.3g})"
 
 
 def verdict(value: float, target: float, least: bool = False) -> str:
-    """A target and whether a value reaches it: at most the target, or at least."""
+    """Return a target and whether a value reaches it: at most the target, or at least."""
     reached = value >= target if least else value <= target
     return f"{'≥' if least else '≤'} {target:g} {'✓' if reached else '✗'}"
 
 
 def circumstances(part: str) -> dict[str, Any]:
-    """Machine, date and versions of a result."""
+    """Return the machine, date and versions of a result."""
     return {"part": part, **run.circumstances()}
 
 
@@ -95,7 +95,7 @@ def launch(command: list[str]):
 
 
 def measured_on(result: dict[str, Any]) -> str:
-    """One line with the circumstances of a result."""
+    """Return one line with the circumstances of a result."""
     found = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return f"{processor(found)}, {found['cores']} cores, {found['threads']} thread(s). {result['date']}. {versions}."

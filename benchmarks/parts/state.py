@@ -23,7 +23,7 @@ _FILL, _CHECKPOINTS = 65_536, 3
 
 
 def rollouts(prompt_ids: np.ndarray, group_size: int, rng: np.random.Generator) -> Batch:
-    """A batch of prompts whose completions pass or fail at random."""
+    """Return a batch of prompts whose completions pass or fail at random."""
     size = len(prompt_ids) * group_size
     outcomes = (rng.random(size) < np.repeat(rng.random(len(prompt_ids)), group_size)).astype(np.float64)
     return Batch.of(
@@ -37,7 +37,7 @@ def rollouts(prompt_ids: np.ndarray, group_size: int, rng: np.random.Generator) 
 
 
 def distinct_ids(count: int, rng: np.random.Generator) -> np.ndarray:
-    """Prompt ids as hashes give them."""
+    """Return the prompt ids as hashes give them."""
     ids = np.unique(rng.integers(-(2**63), 2**63, size=count + count // 1_000, dtype=np.int64))
     return rng.permutation(ids)[:count]
 
@@ -76,7 +76,7 @@ def _size(count: int, repetitions: int, directory: Path) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Memory, batches of 1,024 prompts and checkpoints of a state with 10⁵, 10⁶ and 10⁷ prompts."""
+    """Measure memory, batches of 1,024 prompts and checkpoints of a state with 10⁵, 10⁶ and 10⁷ prompts."""
     sizes, repetitions = ((10**4, 10**5), 5) if quick else ((10**5, 10**6, 10**7), 50)
     with tempfile.TemporaryDirectory() as directory:
         rows = [_size(size, repetitions, Path(directory)) for size in sizes]
@@ -84,7 +84,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     rows = []
     for case in result["rows"]:
         batch, save, load = (

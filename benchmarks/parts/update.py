@@ -106,7 +106,7 @@ class Rows:
         self._turn, self._process = itertools.count(), process
 
     def rollouts(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-        """The next batch."""
+        """Return the next batch."""
         prompt_ids, completion_ids = self._batches[next(self._turn) % len(self._batches)]
         mine = slice(self._process * len(prompts), (self._process + 1) * len(prompts))
         return {"prompt_ids": prompt_ids[mine], "completion_ids": completion_ids[mine], "logprobs": None}
@@ -118,7 +118,7 @@ def every_other_passes(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def now() -> float:
-    """Seconds, with all work of the GPU done."""
+    """Return the seconds, with all work of the GPU done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -160,7 +160,7 @@ class _Timed:
             return super()._calculate_rewards(*args, **kwargs)
 
     def run(self, steps: int) -> dict[str, float]:
-        """Train; means over the optimizer steps of their seconds, CPU seconds and computed tokens."""
+        """Train; return the means over the optimizer steps of their seconds, CPU seconds and computed tokens."""
         self.args.max_steps = steps
         done = len(self.step_seconds)
         self.train()
@@ -230,7 +230,7 @@ def build(
     processes: int = 1,
     micro_step_cost: int | None = None,
 ) -> _Timed:
-    """The trainer of a share of the groups; `None` for TRL's own."""
+    """Return the trainer of a share of the groups; `None` for TRL's own."""
     micro_steps = settings.groups * settings.group_size // (settings.micro_batch_rows * processes)
     shared = {
         "output_dir": str(directory),
@@ -271,7 +271,7 @@ def build(
 
 
 def micro_step_tokens(trainer: _Timed, settings: UpdateSettings) -> dict[str, float]:
-    """What a micro-step costs besides its tokens, from the times of forward and backward passes of 1 to 8 rows."""
+    """Say what a micro-step costs besides its tokens, from the times of forward and backward passes of 1 to 8 rows."""
     width = settings.longest // 8
     counts, seconds = (1, 2, 4, 8), []
     for rows in counts:
@@ -339,7 +339,7 @@ def measure(quick: bool, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table."""
+    """Return the result as a Markdown table."""
     settings, rows = result["settings"], []
     for case in result["rows"]:
         theirs = Spread(tuple(case["seconds"]["trl"])).median
