@@ -44,7 +44,7 @@ class Options:
     """
 
     task: str = "all"
-    strategies: Sequence[str] = tuple(STRATEGIES)
+    strategies: Sequence[str] = tuple(name for name in STRATEGIES if "profile" not in STRATEGIES[name].overrides)
     seeds: Sequence[int] = (0, 1, 2)
     steps: int | None = None
     stretch: float = 1.5

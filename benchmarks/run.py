@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 import lze_trl
 from lze_trl.config import LZEGRPOConfig
+from lze_trl.profile.folder import read_manifest
 from lze_trl.record.ledger import TokenCost, token_cost
 from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
@@ -26,9 +27,9 @@ from .evaluation import Evaluation
 from .jobs import PROGRESS_FILE, RESULT_FILE
 from .meter import Meter, metered
 from .oracle import Oracle
-from .settings import RunSettings, content_hash, write_json
+from .settings import BenchError, RunSettings, content_hash, write_json
 from .strategies import STRATEGIES
-from .tasks import TASKS, TaskFiles, load
+from .tasks import TASKS, TaskFiles, load, profile_of
 
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,14 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     own = ({} if plain else {"strategy": "lze", "summary": False}) | shared | settings.overrides
     share, times, alone = own.pop("oracle", None), own.pop("prompts", 1), own.pop("alone", False)
     own |= of_prompts(own, times)
+    begins = own.pop("profile", None)
+    if begins is not None and read_manifest(profile_of(settings.task)) is None:
+        raise BenchError(f"`{settings.task}` has no profile yet. Make it with `python -m benchmarks.profiled`.")
+    if begins == "kept":
+        kept = set(load_dataset(str(profile_of(settings.task)), "kept", split="train")["prompt"])
+        rows = [row for row in rows if row["prompt"] in kept]
+    elif begins == "state":
+        own["state_from"] = str(profile_of(settings.task))
     oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
     trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),

@@ -27,7 +27,7 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-from lze_trl.engine import Engine
+from lze_trl.engine import TRLAdapter
 
 from .environment import make_tokenizer
 from .kept import file_name, tabulate
@@ -188,7 +188,7 @@ def train(run: Run) -> dict[str, float]:
             train_dataset=Dataset.from_list([{"prompt": f"{i:06d}"} for i in range(_BATCHES_A_PASS * run.prompts)]),
         )
         trainer.row_seconds = row_seconds
-        waits_for = Engine(trainer).waits_for
+        waits_for = TRLAdapter(trainer).why_rounds_are_synchronous
         if (waits_for is not None) != ("rounds" in run.arm):
             raise RuntimeError(f"This is not the arm {run.arm!r}: {waits_for or 'no group waits for another'}.")
 

@@ -20,7 +20,8 @@ class Strategy:
         title (`str`): What tables and plots call it.
         overrides (`dict`):
             Fields of [`LZEGRPOConfig`]; `oracle`, see [`Oracle`]; `prompts`, how many times as many are in a step as the task says;
-            and `alone`, the gate's rule with vLLM servers, see [`Threshold`].
+            `alone`, the gate's rule with vLLM servers, see [`Threshold`]; and `profile`, see [`~benchmarks.profiled`]: "state" to begin
+            with it, "kept" to train on the prompts that it keeps.
         trl (`bool`): Whether plain TRL runs it; its overrides are then fields of [`~trl.GRPOConfig`], and `prompts`.
     """
 
@@ -128,7 +129,14 @@ for _name, _features in {"columns": "columns", "text": "text", "both": "all"}.it
                 window=_window,
             ),
         )
-NOT_SETTINGS = ("oracle", "prompts", "alone")
+# What `python -m benchmarks.profiled` compares: without a profile, and with it
+PROFILED = {name: f"{name}_profiled" for name in ("gate", "lze_refilled", "greso")}
+STRATEGIES["grpo_kept"] = Strategy("GRPO (TRL), on the prompts that a profile keeps", {"profile": "kept"}, trl=True)
+STRATEGIES |= {
+    end: Strategy(f"{STRATEGIES[name].title}, from a profile", STRATEGIES[name].overrides | {"profile": "state"})
+    for name, end in PROFILED.items()
+}
+NOT_SETTINGS = ("oracle", "prompts", "alone", "profile")
 """Overrides that are no fields of [`LZEGRPOConfig`]."""
 
 QUICK = (BASELINE, "exact", "lze", "gate")

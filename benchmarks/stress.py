@@ -80,7 +80,7 @@ def measure(directory: str | Path) -> dict[str, float]:
         return view(book.open(book.ids[0]))
 
     def overview(run: Run) -> Any:
-        return views.overview(run), charts.overview(run)
+        return views.cards(run), charts.overview(run)
 
     def prompts(state: str | None = None, search: str | None = None) -> Callable:
         def shown(run: Run) -> Any:

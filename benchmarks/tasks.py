@@ -255,6 +255,11 @@ def _checked(files: TaskFiles) -> TaskFiles:
     return files
 
 
+def profile_of(task: str) -> Path:
+    """Folder of the profile of a task's prompts, which `python -m benchmarks.profiled` makes."""
+    return CHECKOUT / "runs" / "profiles" / task
+
+
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Rows of a data file as mappings with `prompt` (or `question`), `solution` (or `answer`) and perhaps `kind`, each pair once."""
     pairs = {}

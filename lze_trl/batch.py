@@ -5,7 +5,6 @@ Dimensions used everywhere: P prompts (groups), G generations of a prompt, B = s
 C completion tokens, W processes, F reward functions. NumPy arrays hold the *global* batch: they are the same on every process.
 """
 
-from array import array
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -37,17 +36,17 @@ class Table:
         return name in vars(self)
 
     def take(self, indices: np.ndarray) -> Self:
-        """Some of the entries, in the order of the indices, or those where a mask holds."""
+        """Return some of the entries, in the order of the indices, or those where a mask holds."""
         return type(self)(**{name: column[indices] for name, column in vars(self).items()})
 
     def with_columns(self, **columns: np.ndarray) -> Self:
-        """The table with further columns, or other ones in place of those of the same name."""
+        """Return the table with further columns; a column of the same name is replaced."""
         return type(self)(**vars(self) | columns)
 
 
 class Prompts(Table):
     """
-    What is known of prompts before they are rolled out, every array of shape `(P,)`.
+    Knowledge about prompts before they are rolled out, every array of shape `(P,)`.
 
     Attributes:
         prompt_ids (int64): Content hash of the prompt.
@@ -86,7 +85,7 @@ class Prompts(Table):
 @dataclass
 class Batch:
     """
-    A generation batch. What a prompt or a completion has is a column; nothing else needs to know of a new one.
+    A generation batch. Every property of a prompt or a completion is a column; a new column needs no change elsewhere.
 
     Row columns can be read as attributes of the batch: `batch.rewards` is `batch.rows.rewards`.
 
@@ -97,7 +96,7 @@ class Batch:
             that holds the row, `place` where it stands there among its rows.
         held (`dict[str, list | torch.Tensor]`): One entry for each completion that this process holds: tokens, masks, texts,
             dataset rows, whatever the engine, TRL or a `rollout_func` has given it.
-        facts (`dict[str, Any]`): What is known of the batch as a whole.
+        facts (`dict[str, Any]`): Properties of the batch as a whole.
         layout ([`~lze_trl.pack.layout.Layout`], *optional*): Which rows are computed when and where, once that is decided.
     """
 
@@ -119,7 +118,7 @@ class Batch:
         **columns: np.ndarray,
     ) -> "Batch":
         """
-        Scored completions of all processes.
+        Make a batch of scored completions of all processes.
 
         Args:
             prompt_ids (int64, `(P,)`): Content hash of each group's prompt.
@@ -141,7 +140,7 @@ class Batch:
 
     @classmethod
     def empty(cls, prompt_ids: np.ndarray) -> "Batch":
-        """Prompts, of shape `(P,)`, without completions."""
+        """Make a batch of prompts, shape `(P,)`, without completions."""
         none, unscored = np.empty(0, dtype=np.int64), np.empty(0)
         return cls.of(prompt_ids, none, unscored, unscored, none, none)
 
@@ -191,27 +190,26 @@ class Batch:
         return weights[self.group] * sizes.max(initial=0) / sizes[self.group]
 
     def with_rows(self, **columns: np.ndarray) -> "Batch":
-        """The batch with further or other row columns."""
+        """Return the batch with further or other row columns."""
         return replace(self, rows=self.rows.with_columns(**columns))
 
     def with_prompts(self, **columns: np.ndarray) -> "Batch":
-        """The batch with further or other prompt columns."""
+        """Return the batch with further or other prompt columns."""
         return replace(self, prompts=self.prompts.with_columns(**columns))
 
     def take(self, rows: np.ndarray) -> "Batch":
-        """A batch of some rows, in the order given. What processes hold stays where it is."""
+        """Return a batch of some rows, in the order given. What processes hold stays where it is."""
         return replace(self, rows=self.rows.take(rows))
 
     def without_empty_groups(self) -> "Batch":
-        """The batch without prompts that have no completions."""
+        """Return the batch without prompts that have no completions."""
         drawn, group = np.unique(self.group, return_inverse=True)
         return replace(self.with_rows(group=group), prompts=self.prompts.take(drawn))
 
     @staticmethod
     def join(parts: list["Batch"], prompts: Table) -> "Batch":
         """
-        The rounds of a batch as one, its rows sorted by group; `prompts` are those of all groups. A round that lacks a held column
-        has `None` in it.
+        Join the rounds of a batch, sorting the rows by group; `prompts` has all groups. A held column that a round lacks is `None` there.
         """
         sizes = [part.num_rows for part in parts]
         held = [len(next(iter(part.held.values()), ())) for part in parts]  # as many on every process
@@ -230,7 +228,7 @@ class Batch:
     # ---- Between processes ----
 
     def gathered(self, values: list[Any]) -> list[Any]:
-        """Values of all rows in the batch's order, from each process's values for the rows that it holds."""
+        """Gather values of all rows, in the batch's order, from each process's values for the rows that it holds."""
         from accelerate.utils import gather_object
 
         of_processes = gather_object([values])
@@ -240,26 +238,26 @@ class Batch:
         self, rows: np.ndarray, value: Callable[[int], Any], accelerator: "Accelerator"
     ) -> dict[int, Any]:
         """
-        Values of some rows for the main process, where no other needs them. `value` makes that of a row from its place on the
-        process that holds it. Returns them by row, in the order of `rows`; on the other processes nothing.
+        Gather values of some rows on the main process. `value` makes the value of a row from its place on the process that holds it.
+        Returns the values by row, in the order of `rows`; on other processes nothing.
         """
         mine = rows[self.owner[rows] == accelerator.process_index]
         values = {int(row): value(int(self.place[row])) for row in mine}
-        told: list[Any] | None = [values]
+        gathered: list[Any] | None = [values]
         if accelerator.num_processes > 1:
             import torch
 
-            told = [None] * accelerator.num_processes if accelerator.is_main_process else None
-            torch.distributed.gather_object(values, told)
-        if told is None:
+            gathered = [None] * accelerator.num_processes if accelerator.is_main_process else None
+            torch.distributed.gather_object(values, gathered)
+        if gathered is None:
             return {}
-        found = ChainMap(*told)
+        found = ChainMap(*gathered)
         return {row: found[row] for row in rows.tolist()}
 
     def moved(self, layout: Any, accelerator: "Accelerator") -> "Batch":
         """
-        The batch with every row held by the processes that compute it by a layout of its rows: `held` is that of
-        `layout.rows_of(process_index)`, in that order, whatever its columns are. The held column `row` says which rows these are.
+        Move every row to the processes that compute it by a layout: `held` then has the rows `layout.rows_of(process_index)`, in that order,
+        whatever its columns are. The held column `row` names these rows.
         """
         rank, world = accelerator.process_index, accelerator.num_processes
         wanted = layout.rows_of(rank)
@@ -270,16 +268,11 @@ class Batch:
 
             # What moves follows from the layout, which all processes know
             moving = [row for p in range(world) for row in layout.rows_of(p).tolist() if owner[row] != p]
-            sent = {
-                row: {name: _packed(values[place[row]]) for name, values in self.held.items()}
-                for row in moving
-                if owner[row] == rank
-            }
+            mine = [row for row in moving if owner[row] == rank]
+            sent = {row: {name: values[place[row]] for name, values in self.held.items()} for row in mine}
             arrived = dict(ChainMap(*gather_object([sent]))) if moving else {}
         rows = [
-            {name: values[place[row]] for name, values in self.held.items()}
-            if owner[row] == rank
-            else {name: value.tolist() if isinstance(value, array) else value for name, value in arrived[row].items()}
+            {name: values[place[row]] for name, values in self.held.items()} if owner[row] == rank else arrived[row]
             for row in wanted.tolist()
         ]
         names = dict.fromkeys([*self.held, *(name for row in rows for name in row)])  # another process may have more
@@ -289,7 +282,7 @@ class Batch:
     # ---- Checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, what this process holds of them, and their layout: arrays, and lists of what JSON can express."""
+        """Return the rows, what this process holds of them, and their layout: arrays, and lists of what JSON can express."""
         import torch
 
         state: dict[str, Any] = {f"rows.{name}": column for name, column in vars(self.rows).items()}
@@ -308,7 +301,7 @@ class Batch:
     def from_state(
         cls, state: dict[str, Any], make_layout: Callable[[dict[str, Any]], Any], device: Any = "cpu"
     ) -> "Batch":
-        """The batch of a checkpoint; `make_layout` makes its layout of what that has saved."""
+        """Restore the batch of a checkpoint; `make_layout` restores its layout from the saved state."""
         import torch
 
         tensors = {name: torch.from_numpy(array).to(device) for name, array in section(state, "tensors").items()}
@@ -317,17 +310,9 @@ class Batch:
         return cls(Table(), Table(**section(state, "rows")), held, layout=make_layout(section(state, "layout")))
 
 
-def _packed(value: Any) -> Any:
-    """A list of numbers as an array, which all processes unpickle at once and not number by number; anything else as it is."""
-    try:
-        return array({int: "i", float: "d"}[type(value[0])], value) if isinstance(value, list) else value
-    except (LookupError, TypeError, OverflowError):
-        return value
-
-
 def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
     """
-    Whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
+    Tell whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
 
     Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
     """
@@ -336,7 +321,7 @@ def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray
 
 
 def extremes(values: np.ndarray, group: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lowest and highest of the values of each group that are not NaN, shape `(P,)`; ∞ and −∞ for a group without values."""
+    """Find the lowest and highest value of each group, NaN left out, shape `(P,)` each; ∞ and −∞ for a group without values."""
     known = ~np.isnan(values)
     lowest, highest = np.full(num_groups, np.inf), np.full(num_groups, -np.inf)
     np.minimum.at(lowest, group[known], values[known])
@@ -345,13 +330,13 @@ def extremes(values: np.ndarray, group: np.ndarray, num_groups: int) -> tuple[np
 
 
 def section(arrays: dict[str, Any], name: str) -> dict[str, Any]:
-    """The entries whose names begin with `name.`, without it."""
+    """Select the entries whose keys begin with `name.`, and remove that from the keys."""
     prefix = f"{name}."
     return {key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)}
 
 
 def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """Mean of the values of each group, shape `(P,)`; NaN values are left out, and a group without values has NaN."""
+    """Average the values of each group, shape `(P,)`; NaN is left out, and a group without values has NaN."""
     scored = ~np.isnan(values)
     counts = np.bincount(group[scored], minlength=num_groups)
     sums = np.bincount(group[scored], weights=values[scored], minlength=num_groups)
@@ -359,7 +344,7 @@ def group_mean(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.nda
 
 
 def places(group: np.ndarray) -> np.ndarray:
-    """Place of each row among those of its group, or of another small number, counting from 0, shape `(B,)`."""
+    """Count, from 0, the place of each row among the rows of its group, shape `(B,)`. Any small integers can be the groups."""
     by_group = np.argsort(group, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(group))])
     found = np.empty(len(group), dtype=np.int64)
@@ -368,5 +353,5 @@ def places(group: np.ndarray) -> np.ndarray:
 
 
 def group_variance(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """Variance of the values of each group, shape `(P,)`, as [`group_mean`] takes means; 0 for a group of one value."""
+    """Compute the variance of each group's values, shape `(P,)`, as [`group_mean`] takes means; 0 for a group of one value."""
     return group_mean((values - group_mean(values, group, num_groups)[group]) ** 2, group, num_groups)

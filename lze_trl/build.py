@@ -1,4 +1,4 @@
-"""From settings to the parts of a generation batch."""
+"""Build the parts of a generation batch from the settings."""
 
 import math
 
@@ -17,11 +17,11 @@ from .rollout.controllers import RolloutController
 
 
 FURTHER_PLACEHOLDERS = 16
-"""Generation batches that fit into a pass where an environment makes the prompts, and a controller may draw further ones."""
+"""Placeholder rows where an environment makes the prompts and a controller may draw further ones, as a multiple of TRL's."""
 
 
 def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
-    """Shape of the update. What a micro-step costs follows from how weights are sharded."""
+    """Describe the shape of the update. The cost of a micro-step depends on how weights are sharded."""
     deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if deepspeed is not None:
@@ -44,7 +44,7 @@ def make_state(
     pruning: str,
     recurring: bool = True,
 ) -> PromptState:
-    """The memory of the prompts of a dataset; `recurring` says whether they come again."""
+    """Create the memory of a dataset's prompts; `recurring` says whether they come again."""
     return PromptState(
         difficulty_floor=args.selector_kwargs["difficulty_floor"],
         momentum_weight=args.selector_kwargs["momentum_weight"],
@@ -62,6 +62,6 @@ def make_state(
 
 
 def placeholders(dataset: Dataset, controller: RolloutController) -> Dataset:
-    """TRL's rows without content, for an environment that makes the prompts; more of them where a controller draws prompts."""
+    """Give TRL's empty rows, for an environment that makes the prompts, ids; repeat them where a controller draws prompts."""
     repeats = FURTHER_PLACEHOLDERS if controller.draws_prompts else 1
     return add_prompt_ids(concatenate_datasets([dataset] * repeats), deduplicate=False)

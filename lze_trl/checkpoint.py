@@ -25,13 +25,13 @@ from .files import numbered, write_atomically
 SCHEMA_VERSION = 9
 STATE_NAME = "lze_state"
 ROWS_NAME = "lze_rows"
-REPLACED = "replaced"  # folders of a run with the checkpoints of earlier ones, numbered
+REPLACED = "replaced"  # numbered folders with the checkpoints of earlier runs in this folder
 ARRAYS = "arrays"
-"""Suffix of our files in the format safetensors: vLLM takes every `*.safetensors` of a folder for weights of the model."""
+"""Suffix of our files in safetensors format: vLLM would load every `*.safetensors` of a folder as weights."""
 _FORMAT = "lze_trl"
 
 OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
-"""Settings by which the rows of a generation batch are shared out."""
+"""Settings that decide which rows of a generation batch a micro-step trains on."""
 
 
 class CheckpointError(ValueError):
@@ -39,14 +39,13 @@ class CheckpointError(ValueError):
 
 
 class DiskError(OSError):
-    """A file of a run that cannot be written; the message says which, what is safe, and how to go on."""
+    """A file of a run that cannot be written; the message names it, and says how to go on."""
 
 
 def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str, Any]):
     """
-    Write what `state_dict()` of each part returns: its arrays as `name.arrays` (the format is safetensors); other values, which JSON
-    can express, with the description `meta` as `name.json`. Each file appears whole or not at all, and the description, which vouches
-    for the arrays, appears last.
+    Write the `state_dict()` of each part: arrays to `name.arrays` (in safetensors format); other values, which JSON can express, with the
+    description `meta` to `name.json`. Each file appears whole or not at all. The JSON file holds a checksum of the arrays and comes last.
     """
     arrays: dict[str, np.ndarray] = {}
     values: dict[str, dict[str, Any]] = {part: {} for part in parts}
@@ -66,7 +65,7 @@ def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str
 
 def load(directory: str | Path, name: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """
-    Read what [`save`] has written: the state of each part, and the description.
+    Read the state of each part and the description that [`save`] has written.
 
     Raises:
         FileNotFoundError: If one of the files does not exist.
@@ -85,7 +84,7 @@ def load(directory: str | Path, name: str) -> tuple[dict[str, dict[str, Any]], d
 
 
 def _head(directory: str | Path, name: str) -> dict[str, Any]:
-    """The description that [`save`] has written, with the values of the parts."""
+    """Read the description that [`save`] has written, with the values of the parts."""
     path = Path(directory, f"{name}.json")
     meta = _parsed(path, path.read_bytes(), json.loads)
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
@@ -99,10 +98,10 @@ def _head(directory: str | Path, name: str) -> dict[str, Any]:
 
 
 def load_parts(directory: str | Path, parts: dict[str, Any]) -> dict[str, Any]:
-    """Let parts continue from their state in a folder; returns the description."""
+    """Load the state of parts from a folder; returns the description."""
     states, meta = load(directory, STATE_NAME)
     for part, owner in parts.items():
-        if part in states:  # not the servers of a run that had none
+        if part in states:  # a run without servers has saved none
             owner.load_state_dict(states[part])
     return meta
 
@@ -115,14 +114,14 @@ def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Checkpoint folders of a run, newest first, complete or not."""
+    """List the checkpoint folders of a run, newest first, complete or not."""
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     found = [(int(match[1]), path) for path in Path(run_dir).glob("*") if (match := pattern.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def set_aside(run_dir: str | Path) -> Path | None:
-    """Move the checkpoints of an earlier run into a folder, which is returned: no resume is to take them for those of this run."""
+    """Move the checkpoints of an earlier run into a folder, so that this run cannot resume from them; returns the folder."""
     if not (found := checkpoints(run_dir)):
         return None
     folder = numbered(Path(run_dir, REPLACED))
@@ -133,7 +132,7 @@ def set_aside(run_dir: str | Path) -> Path | None:
 
 
 def is_complete(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint was written to its end: the trainer's state, its last file, is that of its step, and ours can be read."""
+    """Tell whether a checkpoint was written to its end: the trainer's state, its last file, has its step, and ours can be read."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         step = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_bytes())["global_step"]
         load(checkpoint, STATE_NAME)
@@ -142,7 +141,7 @@ def is_complete(checkpoint: str | Path) -> bool:
 
 
 def _description(checkpoint: Path) -> dict[str, Any]:
-    """Description of a checkpoint that can be resumed; `OSError` or `ValueError` if something of it is missing or damaged."""
+    """Read the description of a checkpoint; `OSError` or `ValueError` if a file that a resume needs is missing or damaged."""
     json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     description = load(checkpoint, STATE_NAME)[1]
     processes = description.get("num_processes", 1)
@@ -155,7 +154,7 @@ def _description(checkpoint: Path) -> dict[str, Any]:
 
 def last_complete_checkpoint(run_dir: str | Path, tell: Callable[[str], None] | None = None) -> str | None:
     """
-    Newest checkpoint of a run that was written to its end and can be resumed, or `None`. `tell` gets a sentence on each newer one.
+    Find the newest checkpoint of a run that is complete and can be resumed, or `None`. `tell` gets a sentence on each one passed over.
     """
     for path in checkpoints(run_dir):
         problem: Any = "it was not written to its end"
@@ -172,8 +171,8 @@ def last_complete_checkpoint(run_dir: str | Path, tell: Callable[[str], None] | 
 
 def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     """
-    Refuse a folder that no run can go on from, with a [`CheckpointError`]: missing, no checkpoint of `LZEGRPOTrainer`, not
-    written to its end, or damaged. Returns the description of another.
+    Read the description of a checkpoint, or raise a [`CheckpointError`] if no run can resume from it: it is missing, none of
+    `LZEGRPOTrainer`, incomplete, or damaged.
     """
     directory = Path(directory)
     try:
@@ -190,7 +189,7 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
 # ---- The files of transformers, accelerate and DeepSpeed ----
 
 _WEIGHTS = [f"{name}.{kind}" for name in ("model", "pytorch_model") for kind in ("safetensors", "bin", "*.index.json")]
-_FILES = {  # of which a checkpoint has one: whole or in shards; of LoRA, with several adapters, of FSDP, of DeepSpeed
+_FILES = {  # a checkpoint has one of each kind: whole or in shards, of LoRA, of FSDP, or of DeepSpeed (`latest`)
     "model": (*_WEIGHTS, "adapter_model.*", "*/adapter_model.*", "pytorch_model_fsdp*", "latest"),
     "optimizer": ("optimizer.*", "optimizer_*", "latest"),
     "learning rate schedule": ("scheduler.pt", "latest"),
@@ -199,8 +198,8 @@ _FILES = {  # of which a checkpoint has one: whole or in shards; of LoRA, with s
 
 def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
     """
-    Raise a [`CheckpointError`] if a checkpoint of some processes lacks a file that a resume needs, or has a part of one, which sizes
-    and tables of contents tell. `rows` are the names of those with the rows of a generation batch that is in use.
+    Raise a [`CheckpointError`] if a checkpoint of some processes lacks a file that a resume needs, or if one is cut off. `rows` names
+    the files with the rows of an unfinished generation batch.
     """
     ranks = [""] if num_processes == 1 else [f"_{rank}" for rank in range(num_processes)]
     wanted = _FILES | {f"random numbers (`rng_state{rank}.pth`)": (f"rng_state{rank}.pth",) for rank in ranks}
@@ -209,42 +208,18 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
     for index in checkpoint.glob("*.index.json"):
         shards = set(_parsed(index, index.read_bytes(), json.loads)["weight_map"].values())
         missing += sorted(f"`{name}`" for name in shards if not (checkpoint / name).is_file())
-    if (latest := checkpoint / "latest").is_file():  # names the folder of DeepSpeed
-        own = checkpoint / latest.read_text().strip()
-        counts = {len(list(own.glob(f"*zero_pp_rank_*_{kind}_states.pt"))) for kind in ("model", "optim")}
-        if counts - {0, num_processes} or not any(own.glob("*model_states.pt")):  # 0 where ZeRO shards none
-            missing.append(f"`{own.name}`, or states of some of its {num_processes} processes")
-    for folder in checkpoint.glob("*_[0-9]*/"):  # of `torch.distributed.checkpoint`, which writes `.metadata` last
-        parts = [next(folder.glob(name), None) for name in ("*.distcp", ".metadata")]
-        if parts.count(None) == 1:
-            missing.append(f"part of `{folder.name}`")
     if missing:
-        alone = "model" not in missing and "optimizer" in missing
-        why = ", as with `save_only_model`" if alone else ""
+        only_model = "model" not in missing and "optimizer" in missing
+        why = ", as with `save_only_model`" if only_model else ""
         raise CheckpointError(f"it lacks its {', '.join(missing)}{why}")
     for path in checkpoint.rglob("*"):
-        if path.suffix in (".safetensors", f".{ARRAYS}", ".bin", ".pt", ".pth", ".distcp"):
-            _refuse_cut_off(path)
-
-
-_ZIP_END = 22  # bytes of the record at the end of a zip, as PyTorch writes them
-
-
-def _refuse_cut_off(path: Path):
-    try:
         if path.suffix in (".safetensors", f".{ARRAYS}"):
-            with safe_open(path, "numpy"):  # compares the size with the header
-                return
-        with open(path, "rb") as file:
-            begin = file.read(2)
-            file.seek(max(0, path.stat().st_size - _ZIP_END))
-            end = file.read()
-        if len(begin) < 2 or begin == b"\0\0" or (begin == b"PK" and not end.startswith(b"PK\5\6")):
+            try:
+                safe_open(path, "numpy")  # compares the size with the header
+            except SafetensorError as error:
+                raise CheckpointError(f"`{path}` is cut off ({error})") from error
+        elif path.suffix in (".bin", ".pt", ".pth") and not zipfile.is_zipfile(path):  # as PyTorch writes them
             raise CheckpointError(f"`{path}` is empty or cut off")
-        if begin == b"PK":
-            zipfile.ZipFile(path).close()
-    except (SafetensorError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"`{path}` is cut off ({error})") from error
 
 
 # ---- The run that wrote a checkpoint ----
@@ -252,8 +227,8 @@ def _refuse_cut_off(path: Path):
 
 def refuse_other_run(directory: str, run: dict[str, Any]):
     """
-    Refuse, before anything is loaded, a checkpoint that a run cannot go on from: it is none, is damaged, or was written
-    with other settings. `run` is what a checkpoint of this run would say.
+    Refuse a checkpoint that a run cannot resume from, before anything is loaded: it is damaged, or was written with other settings.
+    `run` is the description of this run.
     """
     meta = refuse_non_checkpoint(directory)
     of_batch = ("num_processes", *OF_ROWS) if meta["mid_batch"] else ()
@@ -267,7 +242,7 @@ def refuse_other_run(directory: str, run: dict[str, Any]):
 
 
 def how_to_resume(run_dir: str | Path, command: str) -> str:
-    """A line on how to go on with a run that was interrupted, by `command`."""
+    """Say in a line how to resume an interrupted run, by `command`."""
     checkpoint = last_complete_checkpoint(run_dir)
     if checkpoint is None:
         return f"Stopped. `{run_dir}` holds no checkpoint yet, so the run starts again from its beginning."
@@ -275,14 +250,14 @@ def how_to_resume(run_dir: str | Path, command: str) -> str:
 
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE)
-# What PyTorch and safetensors say of them, without a number or a path
+# How PyTorch and safetensors report these, without an error number or a path
 _SAID = re.compile(rf"inline_container|PytorchStreamWriter|iostream error|os error ({'|'.join(map(str, _DISK))})\)")
 
 
 @contextmanager
 def disk_errors(path: str | Path | None, run_dir: str | Path, command: str) -> Iterator[None]:
     """
-    Raise what a full or failing disk causes within the block as a [`DiskError`]. The block writes `path`, if that is known. For
+    Turn errors of a full or failing disk within the block into a [`DiskError`]. The block writes `path`, if that is known. For
     `command`, see [`how_to_resume`].
     """
     try:
@@ -304,8 +279,8 @@ def disk_errors(path: str | Path | None, run_dir: str | Path, command: str) -> I
 
 def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: int, run_dir: str | Path):
     """
-    Raise `FloatingPointError` if a weight that is trained has become NaN or infinite: no checkpoint of it is to take the place of a
-    good one. All processes must call it.
+    Raise `FloatingPointError` if a trained weight has become NaN or infinite, so that no good checkpoint is replaced by a bad one. All
+    processes must call it.
     """
     trained = [weight.detach() for weight in model.parameters() if weight.requires_grad]
     own = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in trained]  # FSDP2
@@ -322,7 +297,7 @@ def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: 
 
 
 def find_state(directory: str | Path) -> Path:
-    """Folder with the newest prompt state of a run: its own, or its last complete checkpoint; else a `FileNotFoundError`."""
+    """Find the folder with the newest prompt state of a run: its own or its last complete checkpoint; else `FileNotFoundError`."""
     candidates = [directory, next(filter(is_complete, checkpoints(directory)), None)]
     found = [Path(path) for path in candidates if path is not None and Path(path, f"{STATE_NAME}.json").is_file()]
     if not found:

@@ -1,4 +1,4 @@
-"""What cannot be trained is refused once, when the trainer is made; and the defaults that a training set allows."""
+"""Refuse what cannot be trained when the trainer is made, and choose the defaults that depend on the training set."""
 
 import logging
 from typing import Any
@@ -41,9 +41,9 @@ def prepare(
     selector: Selector | None = None,
 ) -> tuple[Dataset | IterableDataset, RolloutController, dict[str, Any]]:
     """
-    Refuse what cannot be trained; `given` are the further arguments of the trainer, and `own_sampler` is the name of a user's
-    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the values of the settings that adapt to
-    the data.
+    Refuse what cannot be trained. `given` holds the further arguments of the trainer, and `own_sampler` names a user's
+    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the values of the settings that depend on the
+    data.
     """
     if not isinstance(args, LZEGRPOConfig):
         raise TypeError(
@@ -64,16 +64,16 @@ def prepare(
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     controller = controller or args.make_controller()
-    voting: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
-    votes = get_callable_name(voting[0]) if voting else None
-    if any(isinstance(func, type) for func in voting):
+    group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
+    group_reward = get_callable_name(group_rewards[0]) if group_rewards else None
+    if any(isinstance(func, type) for func in group_rewards):
         raise TypeError(
-            f"The reward of whole groups `{votes}` is a class. Pass an object of it among the `reward_funcs`."
+            f"The reward of whole groups `{group_reward}` is a class. Pass an object of it among the `reward_funcs`."
         )
-    ranks = planner is not None or args.planner != "solved"
-    of_run = _of_run(args, train_dataset, given, controller, planner, ranks, votes, own_sampler)
-    _refuse([*_of_settings(args), *of_run])
-    pruning = _resolved_pruning(args, train_dataset, ranks, own_sampler)
+    has_planner = planner is not None or args.planner != "solved"
+    of_data = _of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler)
+    _refuse([*_of_settings(args), *of_data])
+    pruning = _resolved_pruning(args, train_dataset, has_planner, own_sampler)
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
         raise ValueError(
             f"`{own_sampler}` orders the prompts, and would be ignored: with `pruning='refill'`, a controller that draws prompts, or "
@@ -84,22 +84,25 @@ def prepare(
 
 
 def refuse_contradictions(args: LZEGRPOConfig):
-    """Refuse settings that do not go together, whatever the data: before anything is loaded."""
+    """Refuse settings that contradict each other whatever the data, before anything is loaded."""
     _refuse(_of_settings(args))
 
 
-# ---- What does not go together: whether it applies, and what to do ----
+# ---- Contradictions ----
 
 Contradictions = list[tuple[Any, str]]
+"""Each with whether it applies, and a sentence that says what to do."""
 
 
 def _refuse(contradictions: Contradictions):
+    """Raise a `ValueError` with the sentence of the first contradiction that applies."""
     for applies, sentence in contradictions:
         if applies:
             raise ValueError(sentence)
 
 
 def _of_settings(args: LZEGRPOConfig) -> Contradictions:
+    """List what contradicts each other in the settings."""
     http, mode, reinforce = args.over_http, args.vllm_importance_sampling_mode, args.advantage_estimator != "grpo"
     graded, by = args.reward_range is not None, "`advantage_estimator='reinforce_plus_plus'`"
     corrects = http and args.loss_type == "vespo" and args.vllm_importance_sampling_correction
@@ -126,61 +129,61 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
     ]  # fmt: skip
 
 
-def _of_run(
+def _of_data(
     args: LZEGRPOConfig,
     dataset: Any,
     given: dict[str, Any],
     controller: RolloutController,
     planner: Planner | None,
-    ranks: bool,
-    votes: str | None,
+    has_planner: bool,
+    group_reward: str | None,
     sampler: str | None,
 ) -> Contradictions:
     """
-    `planner` and `sampler` are the user's own, if any; `ranks` says that a planner was asked for, and `votes` is the
-    name of a reward of whole groups.
+    List what contradicts the data and the objects passed to the trainer. `planner` and `sampler` are the user's own, if any; `has_planner`
+    says that the settings or the user name a planner, and `group_reward` is the name of a reward of whole groups.
     """
     pruning, prunes, aggregation = args.pruning, args.pruning in ("refill", "skip"), args.multi_objective_aggregation
     streamed, readable = isinstance(dataset, IterableDataset), isinstance(dataset, Dataset)
-    plans, draws = f"`{type(planner).__name__}`", f"`{type(controller).__name__}`"
+    planner_name, controller_name = f"`{type(planner).__name__}`", f"`{type(controller).__name__}`"
     uniform, normalizes = is_plain(controller, args.num_generations), aggregation != "sum_then_normalize"
     stops_at_pass = isinstance(controller, ReinforceAda) and controller.exit == "positive"
-    writes, itself = args.self_play["instruct"], "`self_play={'instruct': True}`"
+    writes_prompts, self_play = args.self_play["instruct"], "`self_play={'instruct': True}`"
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
-    overlaps, ahead = args.overlap != "none", "`overlap='one_step'`"
+    overlaps, overlap = args.overlap != "none", "`overlap='one_step'`"
     features = f"`prompt_features={args.prompt_features!r}`"
-    unread = not readable or ("prompt" not in dataset.column_names and dataset.format["type"] != "custom")
+    unreadable = not readable or ("prompt" not in dataset.column_names and dataset.format["type"] != "custom")
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
     return [
         (streamed and prunes, f"`pruning={pruning!r}` {needs}. Set `pruning='none'`, {instead}."),
-        (streamed and ranks, f"`planner` {needs}. Leave it unset, {instead}."),
-        (streamed and not uniform, f"{draws} {needs}. Use `controller='uniform'`, {instead}."),
-        (dataset is None and (prunes or ranks), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
-        (args.prompt_features != "none" and unread, f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset, {instead}."),
-        (args.prompt_features != "none" and writes, f"{features} forecasts prompts of a pass, and {itself} has none. Leave it unset."),
+        (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
+        (streamed and not uniform, f"{controller_name} {needs}. Use `controller='uniform'`, {instead}."),
+        (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
+        (args.prompt_features != "none" and unreadable, f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset, {instead}."),
+        (args.prompt_features != "none" and writes_prompts, f"{features} forecasts prompts of a pass, and {self_play} has none. Leave it unset."),
         (args.window > 1 and sampler, f"`{sampler}` orders the prompts, and `window={args.window}` another way. Leave `window` unset, or remove it."),
-        (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {plans} was passed to rank them. Set 'refill' or 'skip'."),
-        (controller.draws_prompts and pruning == "skip", f"`pruning='skip'` makes batches smaller, and {draws} fills them. Use 'refill' or 'none'."),
-        (normalizes and not uniform, f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {draws} draws others. Use 'sum_then_normalize'."),
-        (votes and stops_at_pass, f"`controller='reinforce_ada_positive'` stops at a pass: by '{votes}' every group has one. Use another."),
-        (votes and normalizes, f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{votes}' abstains. Unset it."),
-        (given.get("instruction") and not writes, f"`instruction`, or the `instruct_generator` of a recipe, is for a model that writes its problems. Set {itself}, or leave it out."),
-        (writes and not readable, f"{itself} reads all seeds. Load the training set without streaming."),
-        (writes and args.max_steps <= 0, f"{itself} has no end of its own. Set `max_steps`."),
-        (writes and (ranks or pruning == "skip"), f"{itself} has no passes over the data. Leave `planner` and `pruning` unset."),
-        (writes and args.self_play["presence_penalty"] and not args.over_http, f"{itself} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."),
+        (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {planner_name} was passed to rank them. Set 'refill' or 'skip'."),
+        (controller.draws_prompts and pruning == "skip", f"`pruning='skip'` makes batches smaller, and {controller_name} fills them. Use 'refill' or 'none'."),
+        (normalizes and not uniform, f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {controller_name} draws others. Use 'sum_then_normalize'."),
+        (group_reward and stops_at_pass, f"`controller='reinforce_ada_positive'` stops at a pass: by '{group_reward}' every group has one. Use another."),
+        (group_reward and normalizes, f"`multi_objective_aggregation={aggregation!r}` trains groups for which '{group_reward}' abstains. Unset it."),
+        (given.get("instruction") and not writes_prompts, f"`instruction`, or the `instruct_generator` of a recipe, is for a model that writes its problems. Set {self_play}, or leave it out."),
+        (writes_prompts and not readable, f"{self_play} reads all seeds. Load the training set without streaming."),
+        (writes_prompts and args.max_steps <= 0, f"{self_play} has no end of its own. Set `max_steps`."),
+        (writes_prompts and (has_planner or pruning == "skip"), f"{self_play} has no passes over the data. Leave `planner` and `pruning` unset."),
+        (writes_prompts and args.self_play["presence_penalty"] and not args.over_http, f"{self_play} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."),
         (args.over_http and harness in ("tools", "environment_factory") and args.world_size > 1, f"With `{harness}`, processes need different numbers of turns, and `vllm_mode='http'` asks for all of a turn at once. Use one process, or `vllm_mode='colocate'`."),
-        (overlaps and not args.over_http, f"{ahead} needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."),
-        (overlaps and (not readable or sampler), f"{ahead} has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's own `_get_train_sampler`. Set `overlap='none'`."),
-        (overlaps and pruning == "skip", f"{ahead} plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."),
-        (overlaps and harness, f"{ahead} begins plain completions ahead, and `{harness}` is given. Set `overlap='none'`."),
-        (overlaps and writes, f"{ahead} has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."),
+        (overlaps and not args.over_http, f"{overlap} needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."),
+        (overlaps and (not readable or sampler), f"{overlap} has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's own `_get_train_sampler`. Set `overlap='none'`."),
+        (overlaps and pruning == "skip", f"{overlap} plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."),
+        (overlaps and harness, f"{overlap} begins plain completions ahead, and `{harness}` is given. Set `overlap='none'`."),
+        (overlaps and writes_prompts, f"{overlap} has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."),
     ]  # fmt: skip
 
 
 def refuse_uneven_turns(args: LZEGRPOConfig, accelerator: Accelerator, tools: Any):
-    """Refuse tools where processes have to generate together: those whose completions call fewer tools would be waited for."""
+    """Refuse tools where processes have to generate together: one that calls more tools would wait for the others forever."""
     backend, mode = DistributedBackend(accelerator), args.vllm_mode if args.use_vllm else None
     sharded = mode is None and (backend.is_zero3 or backend.is_fsdp)
     shares = mode == "server" or (mode == "colocate" and args.vllm_tensor_parallel_size > 1)
@@ -196,7 +199,7 @@ def refuse_uneven_turns(args: LZEGRPOConfig, accelerator: Accelerator, tools: An
 
 
 def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer | None):
-    """Refuse a training that would change nothing: no weight is trainable, or the `optimizer` that was passed has none of them."""
+    """Refuse a training that would change no weight: none is trainable, or the `optimizer` that was passed has none of them."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
         adapter = (
@@ -206,7 +209,7 @@ def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer |
             f"No weight of the model is trainable, so a training would change nothing.{adapter} Set `requires_grad=True` for what is to be "
             "trained, or pass a `peft_config`."
         )
-    if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier training
+    if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # made by an earlier training
         return
     if not trained & {id(p) for group in optimizer.param_groups for p in group["params"]}:
         raise ValueError(
@@ -216,7 +219,7 @@ def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def _refuse_unfit_object(name: str, kind: Any, value: Any):
-    """Refuse a name or a class where a strategy of the user's own, given by its argument, is expected."""
+    """Refuse a name or a class where an object of the user's own is expected."""
     if value is None or (not isinstance(value, type) and all(hasattr(value, m) for m in kind.__abstractmethods__)):
         return
     advice = f"Derive your own from `{kind.__name__}`, or leave it unset"
@@ -227,8 +230,8 @@ def _refuse_unfit_object(name: str, kind: Any, value: Any):
 
 def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> Any:
     """
-    Refuse rows without a prompt, which fail in the tokenizer or train on nothing; those of a stream when they come. What an environment
-    or a `rollout_func` among the `given` arguments of the trainer reads is up to these.
+    Refuse rows without a prompt, which would fail in the tokenizer or train on nothing; rows of a stream are checked when they are read.
+    Rows for an environment or a `rollout_func`, among the `given` arguments of the trainer, may hold anything.
     """
     if given.get("environment_factory") or given.get("rollout_func"):
         return dataset
@@ -250,11 +253,11 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> An
     return dataset
 
 
-# ---- What adapts to the data ----
+# ---- Settings that depend on the data ----
 
 
-def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, ranks: bool, sampler: str | None) -> str:
-    """`pruning`, or what this training set, and what else is given, allows if it is unset."""
+def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, has_planner: bool, sampler: str | None) -> str:
+    """Return `pruning`, or if it is unset, what the training set and the other arguments allow."""
     if dataset is None:
         logger.warning(
             "There is no `train_dataset`: the environment makes the prompts, and none is recognised when it comes again. Pruning "
@@ -267,7 +270,7 @@ def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, ranks: bool, sampler: s
             "Selection works; for the rest, load the dataset without streaming."
         )
         return args.pruning or "none"
-    if ranks or args.pruning is not None:
+    if has_planner or args.pruning is not None:
         return args.pruning or "refill"
     if args.loss_normalizer == "selected" and sampler is not None:
         logger.warning("`%s` orders the prompts, so `pruning` is off: it would change the order.", sampler)
@@ -278,7 +281,7 @@ def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, ranks: bool, sampler: s
 def outcome_rule(
     args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
 ) -> OutcomeRule:
-    """What outcomes are made of, by the settings and the reward functions. Reinforce-Ada counts passes."""
+    """Decide how outcomes follow from rewards, by the settings and the reward functions. Reinforce-Ada counts passes."""
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(
             f"`pass_reward={args.pass_reward!r}` is none of the reward functions {names}. Name one of them, or leave it "
@@ -287,7 +290,7 @@ def outcome_rule(
     column = names.index(args.pass_reward) if args.pass_reward in names else None
     threshold, bounds, binary = args.pass_threshold, args.reward_range, False
     if threshold is None and isinstance(controller, ReinforceAda):
-        weights = [*(args.reward_weights or ()), *[1.0] * len(names)]  # TRL adds those of environments, of 1
+        weights = [*(args.reward_weights or ()), *[1.0] * len(names)]  # TRL adds a weight of 1 for each environment
         counted = [i for i in range(len(names)) if weights[i] != 0.0] if column is None else [column]
         if len(counted) > 1 or any(isinstance(reward_funcs[i], nn.Module) for i in counted):
             raise ValueError(
@@ -301,10 +304,10 @@ def outcome_rule(
 
 
 def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tuple[Dataset | IterableDataset, bool]:
-    """Training set with prompt ids, once it is known to fill a generation batch, and whether repeats were dropped."""
+    """Add prompt ids to a training set that fills a generation batch, and tell whether repeats were dropped."""
     if not isinstance(rows, (Dataset, IterableDataset)):
-        return rows, False  # TRL says what is wrong with it
-    # Rows that a generation batch needs: none of those that a model is only shown
+        return rows, False  # TRL refuses it
+    # Groups that the rows have to fill: none where the model writes its prompts
     num_groups = 0 if args.self_play["instruct"] else args.generation_batch_size // args.num_generations
     deduplicate = bool(args.deduplicate)
     with args.main_process_first(desc="prompt ids"):

@@ -15,23 +15,23 @@ from filelock import LeaseCompromise, SoftFileLease, Timeout
 logger = logging.getLogger(__name__)
 
 NAME = "_lze_running"
-"""File with the process that trains in a folder. Transformers uploads nothing whose name begins so."""
+"""File that names the process that trains in a folder. Transformers uploads no file whose name begins with `_`."""
 
 RENEWED_SECONDS, SILENT_SECONDS = 5.0, 30.0
-"""How often a training renews that file; after how long without that it has died, if its process cannot be looked for."""
+"""How often a training renews that file, and how old the file of a dead training is if its process is on another host."""
 
 _held: set[Path] = set()
 
 
 class OutputFolderError(RuntimeError):
-    """An output folder that another training has, which the message names, or that cannot be written to."""
+    """An output folder that another training uses, or that cannot be written to; the message says which."""
 
 
 @contextmanager
 def claimed(run_dir: str | Path) -> Iterator[None]:
     """
-    Keep other trainings out of an output folder within the block, in which this process may claim it again. All processes of
-    the training must enter it. Raises an [`OutputFolderError`] on all of them if another training, which is alive, has the folder.
+    Keep other trainings out of an output folder within the block. All processes of the training must enter it; nested blocks of one
+    process are allowed. Raises an [`OutputFolderError`] on all processes if another live training uses the folder.
     """
     path = Path(run_dir).resolve() / NAME
     if path in _held:
@@ -57,7 +57,7 @@ def claimed(run_dir: str | Path) -> Iterator[None]:
 
 
 def _refusal(lease: SoftFileLease, path: Path) -> str | None:
-    """Acquire the folder: at once from a process that has ended on this host, else once it has been silent; or return why not."""
+    """Acquire the folder, or say why not. The file of a process that ended on this host is taken at once, any other when it is old."""
     first = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

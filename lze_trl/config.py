@@ -1,4 +1,4 @@
-"""Configuration: TRL's own fields plus those of data selection."""
+"""Configuration: TRL's fields, and fields of data selection."""
 
 import math
 import re
@@ -64,15 +64,15 @@ class LZEGRPOConfig(GRPOConfig):
         strategy (`str`, *optional*, defaults to `"exact"`):
             Name of a combination of settings: `"exact"` (the updates of plain GRPO without computing groups that have no
             gradient), `"gate"` (one completion first, the others where a signal is likely), `"lze"` (the published method),
-            `"grpo"` (plain TRL), `"dapo"`, `"reinforce_ada"` or `"greso"`. Fields that are given win. The defaults below
-            are those of `"exact"`, which selects by energy where only a `selection_ratio` is given.
+            `"grpo"` (plain TRL), `"dapo"`, `"reinforce_ada"` or `"greso"`. Explicitly set fields take precedence. The defaults
+            below are those of `"exact"`, which selects by energy if only a `selection_ratio` is set.
 
         > Parameters that control which groups are trained on
 
         selector (`str`, *optional*, defaults to `"zero_variance"`):
             Which groups are trained on: `"zero_variance"` (every group whose total rewards differ), `"all"`, or a share of
             them ranked by `"energy"` (Learning-Zone Energy with Gumbel noise), `"variance"` (outcome variance) or
-            `"random"`. A selector object passed to the trainer wins.
+            `"random"`. A selector object passed to the trainer takes precedence.
         selection_ratio (`float`, *optional*, defaults to `0.4`):
             ρ, the share of the groups of a generation batch to train on, in (0, 1]. Dead groups never fill the quota.
             Ignored by the selectors `"all"` and `"zero_variance"`, unless a controller draws prompts until K groups live.
@@ -81,7 +81,7 @@ class LZEGRPOConfig(GRPOConfig):
             `difficulty_floor` (d_min, 0.05), `momentum_weight` (α, 0.3) and `ema_decay` (λ, 0.9).
         loss_normalizer (`str`, *optional*, defaults to `"all"`):
             What the loss is averaged over: `"selected"` (the chosen completions, as DAPO does) or `"all"` (a full batch,
-            so that the gradient is that of the full batch without the groups that were dropped or skipped).
+            in which dropped and skipped groups contribute no gradient).
         scale_rewards (`str`, *optional*, defaults to `"group"`):
             TRL's: what advantages are divided by, the standard deviation within a `"group"`, over the `"batch"`, or
             `"none"`. Reinforce-Ada was published with `"none"`.
@@ -94,7 +94,7 @@ class LZEGRPOConfig(GRPOConfig):
         pass_reward (`str`, *optional*):
             Name of the reward function by which groups are ranked and prompts pruned, or `"total"` for the weighted sum
             of all, the default. Completions for which it returns `None` have no outcome. A group whose total rewards
-            differ is never taken for dead.
+            differ never counts as dead.
         pass_threshold (`float`, *optional*):
             A completion passes when its reward is greater than this. Defaults to none, outcomes are graded; to 0.7 with
             Reinforce-Ada, as published; and to 0.5 with `pass_reward` and without `reward_range`.
@@ -118,15 +118,15 @@ class LZEGRPOConfig(GRPOConfig):
             given, and for a streamed dataset; else to `"refill"`.
         planner (`str`, *optional*, defaults to `"solved"`):
             Which prompts are pruned: `"solved"` (those with `streak` fully correct visits in a row) or `"greso"` (those
-            without signal, at random, the more likely the longer). A planner object passed to the trainer wins.
+            without signal, at random, the more likely the longer). A planner object passed to the trainer takes precedence.
         planner_kwargs (`dict[str, Any]`, *optional*):
             Settings of the planner. `"solved"`: `streak` (2) and `replay_ratio` (0.1, the share of the pruned prompts that
             each pass re-checks, at least one). `"greso"`: `exploration` (0.5, the probability to roll out after one visit
             without signal), `target` (0.25, the wanted share of dead groups) and `step` (0.01).
 
         prompt_features (`str`, *optional*, defaults to `"none"`):
-            By what prompts that were never visited are forecast: `"columns"` (the values of the columns in `report_by`), `"text"`, `"all"`
-            (both) or `"none"`. The gate then does not begin a prompt that is not worth its first completion.
+            Features by which prompts that were never visited are forecast: `"columns"` (the values of the columns in `report_by`),
+            `"text"`, `"all"` (both) or `"none"`. The gate then does not begin a prompt that is not worth its first completion.
         window (`int`, *optional*, defaults to `1`):
             From how many of the next batches of a pass the prompts of a batch are chosen, those whose groups are the likeliest to be alive;
             the others come later in the pass, and what is dead to its end mostly in the next one. 1 keeps the order. Needs `prompt_features`.
@@ -136,7 +136,7 @@ class LZEGRPOConfig(GRPOConfig):
         controller (`str`, *optional*, defaults to `"uniform"`):
             `"uniform"` (`num_generations` for each prompt), `"reinforce_ada_positive"` or `"reinforce_ada_balanced"` (in
             rounds, until a prompt has a pass, or enough passes and fails), `"dynamic"` (DAPO: further prompts until enough
-            groups are alive) or `"gate"` (one first). A controller object passed to the trainer wins.
+            groups are alive) or `"gate"` (one first). A controller object passed to the trainer takes precedence.
         controller_kwargs (`dict[str, Any]`, *optional*):
             Settings of the controller: `kept` of `"uniform"` and Reinforce-Ada (the most completions of a prompt that are
             trained on; default: all, and `num_generations`); `round_size` (8) and `max_rounds` (4) of Reinforce-Ada;
@@ -177,8 +177,8 @@ class LZEGRPOConfig(GRPOConfig):
             `sync_tolerance` (largest mean difference of log-probs in nats; default: 1e-3 in float32, else 0.05),
             `max_concurrent_requests` (64, for each server), `request_timeout` (1800 s) and `recovery_timeout` (600 s).
         overlap (`str`, *optional*, defaults to `"none"`):
-            `"one_step"` generates the next batch while the last optimizer step on this one runs, by the weights before that step;
-            TRL's importance sampling correction takes account of it. `"none"` generates by the newest weights.
+            `"one_step"` generates the next batch during the last optimizer step on this one, with the weights before that step;
+            TRL's importance sampling correction accounts for it. `"none"` generates with the newest weights.
 
         > Parameters that control self-play
 
@@ -198,10 +198,10 @@ class LZEGRPOConfig(GRPOConfig):
             Hub dataset to which `push_to_hub` also uploads telemetry, report and prompt state: ids and numbers, and the texts
             of `hub_telemetry_texts`. The viewer and `state_from` take this name.
         hub_telemetry_texts (`list[str]`, *optional*):
-            What else goes to `hub_telemetry_id` and becomes as public as it is: `prompt`, `completion`, `images`, and columns of
-            the training set by name. Defaults to none.
+            Texts that are also uploaded to `hub_telemetry_id`, and as public as it is: `prompt`, `completion`, `images`, and
+            columns of the training set by name. Defaults to none.
         report_by (`list[str]`, *optional*):
-            Columns of the training set, such as `source` or `level`, by whose values rewards, dead groups and costs are also told.
+            Columns of the training set, such as `source` or `level`, by whose values rewards, dead groups and costs are also logged.
         summary (`bool`, *optional*, defaults to `True`):
             Whether the main process shows one readable line at each log and, at the end, a summary and a report of the
             telemetry. `False` leaves what transformers prints. Trackers get all metrics either way.
@@ -254,11 +254,11 @@ class LZEGRPOConfig(GRPOConfig):
     summary: bool = True
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a checkpoint holds as `training_args.bin`: no tokens and passwords
+        # A checkpoint pickles it as `training_args.bin`: no tokens and passwords
         return redacted(vars(self), mark=None)
 
     def to_dict(self) -> dict[str, Any]:
-        # Differs from transformers: secrets at any depth are hidden. Trackers show what it returns
+        # Differs from transformers: secrets at any depth are hidden, because trackers show this
         return redacted(super().to_dict())
 
     def __str__(self) -> str:
@@ -292,7 +292,7 @@ class LZEGRPOConfig(GRPOConfig):
             self.packing = self.top_entropy_quantile == 1.0
 
     def _adapted(self) -> dict[str, Any]:
-        """What the default strategy changes for settings that it would otherwise ignore or refuse."""
+        """Return what the default strategy changes for settings that it would otherwise ignore or refuse."""
         if self.strategy != DEFAULT:
             return {}
         if self.advantage_estimator != "grpo":  # groups with equal rewards have a gradient
@@ -300,9 +300,10 @@ class LZEGRPOConfig(GRPOConfig):
         return {} if self.selection_ratio is None else {"selector": "energy"}
 
     def _check_values(self):
+        """Refuse values of a wrong type or out of range."""
         hints = get_type_hints(type(self))
         for own in fields(self):
-            if own.name not in SETTING_BLOCKS:  # of TRL's settings, the range alone
+            if own.name not in SETTING_BLOCKS:  # TRL's settings are checked by range alone
                 is_own = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
                 check_value(own.name, getattr(self, own.name), hints[own.name] if is_own else object)
         check_value("loss_type", self.loss_type, Literal[*LOSS_TYPES])
@@ -315,7 +316,7 @@ class LZEGRPOConfig(GRPOConfig):
             raise ValueError(f"`reward_range` must be two increasing, finite numbers, got {bounds}.")
 
     def _fill_blocks(self):
-        """Check the settings in blocks, and give those that are left out their defaults."""
+        """Check the settings that are dictionaries, and add the defaults of those that are left out."""
         controller, defaults, chosen = CONTROLLERS[str(self.controller)], {}, settings_of(self.strategy)
         is_its_controller = controller is CONTROLLERS[chosen["controller"]]
         of_strategy = chosen.get("controller_kwargs", {}) if is_its_controller else {}
@@ -333,7 +334,7 @@ class LZEGRPOConfig(GRPOConfig):
         self.self_play = filled("self_play", SelfPlaySettings, given["self_play"])
 
     def defaults(self) -> dict[str, Any]:
-        """The value of each setting where it is not given, with this strategy, controller and planner."""
+        """Return the default of each setting, with this strategy, controller and planner."""
         plain, of_strategy = copy(self), settings_of(self.strategy) | self._adapted()
         vars(plain).update(dict.fromkeys(SETTING_BLOCKS))
         plain._fill_blocks()
@@ -348,15 +349,15 @@ class LZEGRPOConfig(GRPOConfig):
         return self.use_vllm and self.vllm_mode == "http"
 
     def make_selector(self) -> Selector:
-        """The selector that the settings describe."""
+        """Create the selector of these settings."""
         return make_selector(self.selector, self.selector_kwargs["gumbel_scale"])
 
     def make_planner(self) -> Planner:
-        """The planner that the settings describe."""
+        """Create the planner of these settings."""
         return PLANNERS[str(self.planner)](**self.planner_kwargs)
 
     def make_controller(self) -> RolloutController:
-        """The controller that the settings describe."""
+        """Create the controller of these settings."""
         size, settings = self.num_generations, self.controller_kwargs
         match self.controller:
             case "reinforce_ada_positive" | "reinforce_ada_balanced":

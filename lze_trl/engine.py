@@ -1,8 +1,8 @@
 """
-The door to TRL: generation, rewards, tensors and loss.
+The adapter around TRL's private methods: generation, rewards, tensors and loss.
 
-Everything private that this package touches stands in [`~lze_trl.trl_contract`]. TRL's own code runs on a shallow copy of the trainer in
-which a few attributes differ, see [`altered`]: nothing is changed and put back.
+[`~lze_trl.trl_contract`] lists every private name that this package touches. TRL's own code runs on a shallow copy of the trainer in
+which a few attributes differ, see [`patched_copy`]: nothing is changed and put back.
 """
 
 import copy
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import compress, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from .batch import Batch
 from .memory.identity import ID_COLUMN
 from .names import label
+from .pack.accumulation import Accumulation
 from .pack.micro_batch import rows_of, trimmed, widths, with_images_joined
-from .pack.window import Window
 from .rewards.grading import thinking_prefix
 from .rollout.answers import Answers
 from .rollout.episodes import failures
@@ -52,13 +52,13 @@ TENSOR_SOURCES = (
     "tool_images",
     "environment",
 )
-"""Held columns that TRL's tensors are made of."""
+"""Held columns from which TRL makes its tensors."""
 
 
 @contextmanager
-def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
-    """A shallow copy of the trainer in which some attributes differ. Others that are assigned to it reach the trainer."""
-    view = object.__new__(type(trainer))  # `copy.copy` would ask `__getstate__`, which may leave attributes out
+def patched_copy(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
+    """Yield a shallow copy of the trainer in which some attributes differ. Assignments to any other attribute are copied back."""
+    view = object.__new__(type(trainer))  # `copy.copy` would call `__getstate__`, which may omit attributes
     vars(view).update(vars(trainer) | changes)
     before = dict(vars(view))
     try:
@@ -70,23 +70,23 @@ def altered(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
+def side_effect_free_copy(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
     """
-    A shallow copy of the trainer in which some attributes differ, to roll out and compute gradients with. Nothing of it comes
-    back: weights, gradients, metrics, counters, environments and the state of random number generators stay as they are.
+    Yield a copy of the trainer in which some attributes differ, to roll out and compute gradients with. Weights, gradients, metrics,
+    counters, environments and the state of random number generators of the trainer stay as they are.
     """
-    view, own = object.__new__(type(trainer)), vars(trainer)
+    view, attributes = object.__new__(type(trainer)), vars(trainer)
     model: Any = trainer.model
     args: Any = trainer.args
-    kept = {name: copy.deepcopy(own[name]) for name in ("state", "_metrics", "_logs")}
-    if own.get("_environment_pool"):
-        kept["_environment_pool"] = {name: [] for name in own["_environment_pool"]}
-    accumulation = {"current_gradient_accumulation_steps": args.gradient_accumulation_steps}
-    vars(view).update(own | kept | accumulation | changes)
+    copied = {name: copy.deepcopy(attributes[name]) for name in ("state", "_metrics", "_logs")}
+    if pool := attributes.get("_environment_pool"):
+        copied["_environment_pool"] = {name: [] for name in pool}
+    own_steps = {"current_gradient_accumulation_steps": args.gradient_accumulation_steps}
+    vars(view).update(attributes | copied | own_steps | changes)
     gradients, training = [parameter.grad for parameter in model.parameters()], model.training
-    numbers, python = np.random.get_state(), random.getstate()
+    numpy_state, python_state = np.random.get_state(), random.getstate()
     servers: Any = trainer.vllm_generation if args.over_http else None
-    seeds = {} if servers is None else servers.state_dict()
+    server_state = {} if servers is None else servers.state_dict()
     try:
         with torch.random.fork_rng():
             model.train()
@@ -94,18 +94,18 @@ def rehearsal(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]:
                 parameter.grad = None
             yield view
     finally:
-        np.random.set_state(numbers)
-        random.setstate(python)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
         if servers is not None:
-            servers.load_state_dict(seeds)
+            servers.load_state_dict(server_state)
         model.train(training)
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
 
 @contextmanager
-def hidden(args: Any, **settings: Any) -> Iterator[None]:
-    """Settings that TRL's constructor sees in place of those of the user: of what this package does itself."""
+def settings_for_trl(args: Any, **settings: Any) -> Iterator[None]:
+    """Replace settings within the block, so that TRL's constructor leaves to this package what the package does itself."""
     before = {name: vars(args)[name] for name in settings}
     vars(args).update(settings)
     try:
@@ -116,61 +116,73 @@ def hidden(args: Any, **settings: Any) -> Iterator[None]:
 
 Request = tuple[list[dict[str, Any]], int, np.ndarray | None]
 """
-What completions are asked for: dataset rows of this process, as many on each; how often each prompt comes in a row, to be completed at
-once; and the places of the rows that are wanted among those of all processes, `None` if all are.
+What completions are requested: the dataset rows of this process, equally many on each; the number of successive rows of one prompt, which
+are completed together; and the places of the wanted rows among those of all processes, `None` if all are wanted.
 """
 
 
-class _RolledOut(Exception):  # noqa: N818 - a signal, no error
-    """Ends TRL's method once completions are there: prompts, and what `_generate` returned of them."""
+class Generated(NamedTuple):
+    """What TRL's `_generate` returns for the prompts of a process: lists with an entry for each completion."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    loss_mask: list[list[int]] | None  # 1 for tokens that the model has sampled; TRL's `tool_mask`
+    completions: list[Any]  # texts or messages
+    logprobs: list | None  # of the sampled tokens
+    fields: dict[str, Any]  # further ones of a `rollout_func`
+    images: list | None
+    tool_images: list | None
+
+
+class _RolledOut(Exception):  # noqa: N818 - a signal, not an error
+    """Raised to leave TRL's method right after generation; carries `(prompts, outputs of _generate)`."""
 
 
 class _EpisodeOver:
-    """Stands in for an environment while TRL makes the tensors of episodes that have ended."""
+    """Replaces an environment while TRL makes the tensors of episodes that have ended."""
 
     def reset(self, **row: Any) -> None:
-        """No further observation."""
+        """Return no observation."""
 
 
-def as_given(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Dataset rows as TRL sees them: without our column, and without columns of images if no row has any."""
-    empty = () if any(map(images_of, inputs)) else ("image", "images")
-    return [{name: value for name, value in row.items() if name not in (ID_COLUMN, *empty)} for row in inputs]
+def without_internal_columns(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return dataset rows as TRL sees them: without our id column, and without columns of images if no row has any."""
+    no_images = () if any(map(images_of, inputs)) else ("image", "images")
+    return [{name: value for name, value in row.items() if name not in (ID_COLUMN, *no_images)} for row in inputs]
 
 
 def images_of(row: dict[str, Any]) -> list | None:
-    """Images of a dataset row, as TRL reads them."""
+    """Return the images of a dataset row, as TRL reads them; `None` without any."""
     if "images" in row:
         return row["images"]
     return None if row.get("image") is None else [row["image"]]
 
 
-class Engine:
-    """TRL's generation, rewards, tensors and loss, for the length of one call. It has no memory of its own."""
+class TRLAdapter:
+    """Stateless wrapper around TRL's generation, rewards, tensors and loss; create one for each call."""
 
     def __init__(self, trainer: GRPOTrainer):
-        # TRL's private state and our settings: the contract test says what they are
-        self._trainer: Any = trainer
+        self._trainer: Any = trainer  # untyped: with private names of TRL, and our settings
 
     @property
     def metrics(self) -> dict[str, list[float]]:
-        """What is logged of the training since the last log line."""
+        """Metrics of the training since the last log line, by name."""
         return self._trainer._metrics["train"]
 
     @property
     def optimizer_step(self) -> int:
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         return self._trainer.state.global_step
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next optimizer step, of its first parameters; NaN before there is an optimizer."""
+        """Learning rate of the next optimizer step for the first group of parameters; NaN before there is an optimizer."""
         optimizer = self._trainer.optimizer
         return math.nan if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     @property
     def max_steps(self) -> int:
-        """Optimizer steps that the training is to have."""
+        """Number of optimizer steps at which the training ends."""
         return self._trainer.state.max_steps
 
     @property
@@ -189,52 +201,59 @@ class Engine:
         return self._trainer.reward_weights
 
     def make_answers(self) -> Answers:
-        """What knows truncated completions. It listens to vLLM in TRL's modes; who asks servers over HTTP tells it."""
+        """Create the part that knows which completions are truncated. In TRL's vLLM modes it listens to vLLM; our HTTP client tells it."""
         trainer, args, tokenizer = self._trainer, self._trainer.args, self.tokenizer
-        given, config = args.generation_kwargs or {}, getattr(trainer.model, "generation_config", None)
+        kwargs, config = args.generation_kwargs or {}, getattr(trainer.model, "generation_config", None)
         ends = [tokenizer.eos_token_id, tokenizer.pad_token_id, getattr(config, "eos_token_id", None)]
-        ends += [given.get(name) for name in ("eos_token_id", "stop_token_ids")]
-        silent = trainer.use_vllm and args.vllm_mode == "server" and not trainer.tools and given.get("stop")
-        limit = given.get("max_tokens", args.max_completion_length) if silent else 0
-        tokens = [token for end in ends for token in (end if isinstance(end, (list, tuple)) else [end])]
-        answers = Answers([token for token in tokens if token is not None], tokenizer.pad_token_id, limit)
-        if not trainer.use_vllm:
-            return answers
-        generation: Any = trainer.vllm_generation
-        theirs, llm = generation.generate, vars(generation).get("llm")  # of the mode `colocate`
+        ends += [kwargs.get(name) for name in ("eos_token_id", "stop_token_ids")]
+        end_tokens = [token for end in ends for token in (end if isinstance(end, (list, tuple)) else [end])]
+        # TRL's server reports no finish reason: with stop texts, only a full length shows that a completion was truncated
+        by_length = trainer.use_vllm and args.vllm_mode == "server" and not trainer.tools and kwargs.get("stop")
+        limit = kwargs.get("max_tokens", args.max_completion_length) if by_length else 0
+        answers = Answers([token for token in end_tokens if token is not None], tokenizer.pad_token_id, limit)
+        if trainer.use_vllm:
+            self._listen_to_vllm(answers)
+        return answers
 
-        def filled(*args: Any, **kwargs: Any) -> tuple:
-            prompts, completions, logprobs, *others = theirs(*args, **kwargs)
+    def _listen_to_vllm(self, answers: Answers):
+        """Fill in empty completions of TRL's vLLM client, and note the finish reasons of its `LLM` in the mode `colocate`."""
+        generation: Any = self._trainer.vllm_generation
+        generate, llm = generation.generate, vars(generation).get("llm")
+
+        def generate_and_fill(*args: Any, **kwargs: Any) -> tuple:
+            prompts, completions, logprobs, *others = generate(*args, **kwargs)
             answers.fill(prompts, completions, logprobs, [0.0])
             return prompts, completions, logprobs, *others
 
-        generation.generate = filled
-        if llm is not None:
-            of_llm = llm.generate
+        generation.generate = generate_and_fill
+        if llm is None:
+            return
+        llm_generate = llm.generate
 
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                outputs = of_llm(*args, **kwargs)
-                for prompt, one in ((output.prompt_token_ids, one) for output in outputs for one in output.outputs):
-                    answers.note(prompt, one.token_ids, one.finish_reason == "length")
-                return outputs
+        def generate_and_note(*args: Any, **kwargs: Any) -> Any:
+            outputs = llm_generate(*args, **kwargs)
+            for output in outputs:
+                for completion in output.outputs:
+                    is_truncated = completion.finish_reason == "length"
+                    answers.note(output.prompt_token_ids, completion.token_ids, is_truncated)
+            return outputs
 
-            llm.generate = noted
-        return answers
+        llm.generate = generate_and_note
 
     @property
     def tokenizer(self) -> Any:
-        """What encodes text, without the part of a processor that reads images."""
+        """The tokenizer (that of the processor, for multimodal models)."""
         processing: Any = self._trainer.processing_class
         return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
 
     @property
     def _parses_responses(self) -> bool:
-        """Whether TRL parses the messages that the model writes."""
+        """Whether TRL parses completions into messages, by a template or schema of the tokenizer."""
         return any(getattr(self.tokenizer, f"response_{kind}", None) for kind in ("template", "schema"))
 
     @property
     def logprob_passes(self) -> int:
-        """Forward passes that TRL makes for old and reference log-probabilities of each row of a batch."""
+        """Number of forward passes that TRL makes for old and reference log-probabilities of each row of a batch."""
         trainer, args = self._trainer, self._trainer.args
         aligned = args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
         corrects_sampling = trainer.use_vllm and trainer.vllm_importance_sampling_correction
@@ -242,8 +261,8 @@ class Engine:
 
     @contextmanager
     def policy(self) -> Iterator[Any]:
-        """The policy of the moment, as an engine that completes requests; see [`~lze_trl.evaluation.policy.engine_of`]."""
-        from .evaluation.policy import engine_of  # for self-play alone
+        """Yield the current policy as an engine that completes requests; see [`~lze_trl.evaluation.policy.engine_of`]."""
+        from .evaluation.policy import engine_of  # only self-play needs it
 
         trainer = self._trainer
         with engine_of(trainer)() as engine:
@@ -259,68 +278,74 @@ class Engine:
         return self._trainer.args.over_http
 
     @property
-    def waits_for(self) -> str | None:
-        """Why groups wait for a whole round at the cost of time; None if each goes on by itself, or rounds cost little, as on a CPU."""
+    def why_rounds_are_synchronous(self) -> str | None:
+        """Reason why rounds are synchronous and slow, or `None` if they are not."""
         trainer = self._trainer
         if not self.over_http:
-            passes = not (trainer.use_vllm or trainer.use_transformers_continuous_batching or trainer.rollout_func)
+            by_transformers = not (
+                trainer.use_vllm or trainer.use_transformers_continuous_batching or trainer.rollout_func
+            )
             slow = "each is a pass of transformers' `generate`, often as slow as one over whole groups. vLLM is not (`use_vllm=True`)"
-            return slow if passes and trainer.accelerator.device.type == "cuda" else None
+            return slow if by_transformers and trainer.accelerator.device.type == "cuda" else None
         if trainer.tools or trainer.rollout_func is not None or trainer.environments is not None:
             return "tools, environments or a `rollout_func` make the completions"
         funcs = zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)
-        together = [name for name, func in funcs if not is_plain_function(func)]
-        return f"`{together[0]}` is a model, a coroutine, or a reward of whole groups" if together else None
+        need_whole_groups = [name for name, func in funcs if not is_plain_function(func)]
+        if need_whole_groups:
+            return f"`{need_whole_groups[0]}` is a model, a coroutine, or a reward of whole groups"
+        return None
 
     def with_prefixes(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
         """
-        Rows of the data with a column `thinking_prefix` for reward functions, if a prompt begins the thinking: the mark that does, see
+        Add a column `thinking_prefix` for reward functions to dataset rows, if a prompt opens the thinking: the mark that does, see
         [`~lze_trl.rewards.grading.thinking_prefix`]. Only the rendered prompt shows what the chat template adds.
         """
-        trainer, tokenizer, rendered = self._trainer, self.tokenizer, prompts
+        trainer, rendered = self._trainer, prompts
         if is_conversational({"prompt": prompts[0]}):
             template = trainer.chat_template or trainer.processing_class.chat_template
             if self._parses_responses or template is None:
                 return rows  # TRL takes the thinking out of the content; without a template, a `rollout_func` makes the prompts
             settings = {"chat_template": template, "tools": trainer.tools or None, **trainer.chat_template_kwargs}
-            render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **settings)
+            render = partial(
+                self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **settings
+            )
             rendered = [text for prompt, group in groupby(prompts) for text in [render(prompt)] * len([*group])]
         prefixes = [thinking_prefix(prompt) for prompt in rendered]
         if not any(prefixes):
             return rows
         return [row | {"thinking_prefix": prefix} for row, prefix in zip(rows, prefixes, strict=True)]
 
-    def scored(
+    def score_rows(
         self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> torch.Tensor:
         """
-        Rewards of some completions, by plain reward functions on this process, shape `(n, F)`; NaN where not applicable. What the
-        functions log is dropped.
+        Score some completions by plain reward functions on this process. Returns shape `(n, F)`, NaN where not applicable. What
+        the functions log is dropped.
         """
         trainer, prompts = self._trainer, [row["prompt"] for row in inputs]
-        rows = self.with_prefixes(as_given(inputs), prompts)
-        completions: list[Any]
-        tokenizer = self.tokenizer
-        chat = is_conversational({"prompt": prompts[0]})
-        if chat and self._parses_responses:
-            answers = zip(completion_ids, prompt_ids, strict=True)
-            completions = [[parse_response(tokenizer, ids, prefix=prefix)] for ids, prefix in answers]
-        else:
-            texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
-            completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+        rows = self.with_prefixes(without_internal_columns(inputs), prompts)
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
-        columns |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        silent: dict[str, Any] = dict.fromkeys(("log_extra", "log_metric"), lambda name, values: None)
+        columns |= {"prompts": prompts, "completion_ids": completion_ids}
+        columns["completions"] = self._completions(prompts[0], prompt_ids, completion_ids)
+        without_logs: dict[str, Any] = dict.fromkeys(("log_extra", "log_metric"), lambda name, values: None)
         funcs = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-        rewards = [checked(func, name)(**columns, **silent, trainer_state=trainer.state) for func, name in funcs]
-        return torch.tensor(
-            [[np.nan if value is None else value for value in column] for column in rewards], dtype=torch.float32
-        ).T
+        rewards = [checked(func, name)(**columns, **without_logs, trainer_state=trainer.state) for func, name in funcs]
+        numbers = [[np.nan if value is None else value for value in column] for column in rewards]
+        return torch.tensor(numbers, dtype=torch.float32).T
 
-    def scored_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
+    def _completions(self, prompt: Any, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> list[Any]:
+        """Decode completions as TRL does: into messages if the `prompt` is conversational, else into texts."""
+        is_chat = is_conversational({"prompt": prompt})
+        if is_chat and self._parses_responses:
+            pairs = zip(completion_ids, prompt_ids, strict=True)
+            return [[parse_response(self.tokenizer, ids, prefix=prefix)] for ids, prefix in pairs]
+        texts = self._trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
+
+    def score_rows_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
         """
-        What some reward functions give the completion at a row of each process without any other, shape `(W, U)`. What they log is
-        dropped.
+        Score one completion of each process, at a row of its held columns, without any other, by the reward functions at some `columns`.
+        Returns shape `(W, len(columns))`. What the functions log is dropped.
         """
         trainer = self._trainer
         names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
@@ -329,21 +354,22 @@ class Engine:
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
         trainer.answers.look_up([held["completion_ids"][row]], [held["prompt_ids"][row]])
-        with altered(trainer, **changes) as view:
-            one = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
-            return view._calculate_rewards(*one).cpu().numpy()
+        with patched_copy(trainer, **changes) as view:
+            arguments = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
+            return view._calculate_rewards(*arguments).cpu().numpy()
 
-    def start(self, request: Request, foresight: Any = None):
-        """Let servers begin what was asked for, by the weights of the moment; [`finish`] then finds it under way."""
+    def prefetch(self, request: Request, foresight: Any = None):
+        """Let servers begin a request with the current weights; [`generate_and_score`] then finds it under way."""
         ahead = self._looking_ahead(foresight, self._surplus(request), begins=True)
         with ahead, suppress(self._trainer.vllm_generation.Begun):
             self._rolled_out(request)
 
     @contextmanager
     def by_loaded_weights(self, seed: int) -> Iterator[None]:
-        """Generate by the weights that the servers have, which are older than the model's, and draw by a seed: the same at any time."""
+        """Generate with the weights that the servers have, older than the model's, and draw by a seed: the result is the same at any time."""
         trainer = self._trainer
-        training, trainer._last_loaded_step = trainer.model.training, trainer.state.global_step
+        training = trainer.model.training
+        trainer._last_loaded_step = trainer.state.global_step
         trainer.model.train()
         try:
             with torch.random.fork_rng(devices=[]):
@@ -359,150 +385,169 @@ class Engine:
         return self._trainer.vllm_generation.looking_ahead(foresight, begins, surplus)
 
     def _surplus(self, request: Request) -> int:
-        """How many of the last rows of this process are not wanted."""
+        """Count the last rows of this process that are not wanted."""
         inputs, _, wanted = request
         rank = self._trainer.accelerator.process_index
         return 0 if wanted is None else len(inputs) - int(np.count_nonzero(wanted // len(inputs) == rank))
 
-    def rounds_ended(self):
-        """All completions of a generation batch are there."""
+    def cancel_speculative_requests(self):
+        """Cancel what servers have begun speculatively, once all completions of a generation batch are there."""
         if self.over_http:
             self._trainer.vllm_generation.give_up()
 
     def forget_rounds(self, count: int):
-        """Drop TRL's metrics of the last rounds of a batch."""
+        """Drop TRL's metrics of the last `count` rounds of a batch."""
         for name, values in self.metrics.items():
             if name.startswith(("completions/", "tools/")):
                 del values[len(values) - count :]
 
-    def finish(
+    def generate_and_score(
         self, request: Request, foresight: Any = None
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
-        Generate and score what was asked for: held columns; numbers of each completion that all processes are to know, int64 or
-        float64; and the rewards of all processes, shape `(B, F)`, NaN where not applicable. The `foresight` says meanwhile what the
-        next round will ask for, see [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. Rows that are not wanted are among
-        them; reward functions and TRL's metrics do not see them.
+        Generate and score the completions of a request.
+
+        While completions come in, the `foresight` says what the next round will ask for, see
+        [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. Unwanted rows of the request are in the result, but neither
+        reward functions nor TRL's metrics see them.
+
+        Returns:
+            Held columns of this process; numbers of its completions that all processes will know, int64 or float64; and the rewards of
+            all processes, shape `(B, F)`, NaN where not applicable.
         """
-        trainer, (inputs, _, _), surplus = self._trainer, request, self._surplus(request)
-        blind = trainer.use_vllm or trainer.use_transformers_continuous_batching
-        noted = trainer.reward_notes
-        noted.begin_round(len(inputs) - surplus)
-        with nullcontext() if blind else watched(trainer.model) as watch, self._looking_ahead(foresight, surplus):
+        trainer, answers, inputs = self._trainer, self._trainer.answers, request[0]
+        surplus = self._surplus(request)
+        trainer.reward_notes.begin_round(len(inputs) - surplus)
+        cannot_watch_logits = trainer.use_vllm or trainer.use_transformers_continuous_batching
+        watching = nullcontext() if cannot_watch_logits else watched(trainer.model)
+        with watching as watch, self._looking_ahead(foresight, surplus):
             prompts, generated = self._rolled_out(request)
-        prompt_ids, completion_ids, loss_mask, completions, logprobs, fields, images, tool_images = generated
-        of_rows = [
-            {n: v[i] if isinstance(v, list) else v for n, v in fields.items() if not isinstance(v, list) or i < len(v)}
-            for i in range(len(inputs))
-        ]
-        inputs = [{**row, **own} for row, own in zip(inputs, of_rows, strict=True)]
-        answers = trainer.answers
-        answers.look_up(completion_ids, prompt_ids, surplus)
-        rewards = trainer._calculate_rewards(inputs, prompts, completions, completion_ids)
+        inputs = _with_fields(inputs, generated.fields)
+        answers.look_up(generated.completion_ids, generated.prompt_ids, surplus)
+        rewards = trainer._calculate_rewards(inputs, prompts, generated.completions, generated.completion_ids)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
             trainer.episodes.observe(ids, prompts, of_episodes)
         answers.warn(inputs, prompts)
-        if images is None:  # as from a `rollout_func`
-            images = [images_of(row) for row in inputs]
-            images = images if any(images) else None
-        held = {"prompt": prompts, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
-        held |= {"input": inputs, "completion": completions}
-        optional = {"logprobs": logprobs, "loss_mask": loss_mask, "images": images, "tool_images": tool_images}
-        held |= {name: values for name, values in optional.items() if values}
-        if "environment" in inputs[0]:
-            held["environment"] = [row["environment"] for row in inputs]
-        held |= {f"extra.{name}": values for name, values in noted.columns.items()}
-        held |= {f"{READINGS}{column}": values for column, values in noted.readings.items()}
-        counted = loss_mask
-        if logprobs is None and watch is not None:
-            logprobs, counted = watch.token_logprobs(completion_ids, loss_mask), None
-        truncated = answers.truncated
-        masked = truncated if trainer.mask_truncated_completions else None
-        numbers = {
-            ID_COLUMN: np.array([row[ID_COLUMN] for row in inputs], dtype=np.int64),
-            "prompt_tokens": np.array([len(ids) for ids in prompt_ids]),
-            "completion_tokens": np.array([len(ids) for ids in completion_ids]),
-            "loss_tokens": loss_tokens(completion_ids, loss_mask, masked),
-            # Places after the shuffle that TRL would do here
-            "shuffled": torch.argsort(torch.randperm(len(inputs))).numpy(),
-            "logprobs": sequence_logprobs(logprobs, counted, len(inputs)),
-            "cut_off": np.array(truncated, dtype=np.int64),
-        }
+        held, numbers = self._held_columns(inputs, prompts, generated), self._numbers(ids, generated, watch)
         if trainer.environments is not None or self.over_http:
             numbers["failed"] = np.array([reason is not None for reason in reasons], dtype=np.int64)
         return held, numbers, rewards
 
-    def _rolled_out(self, request: Request) -> tuple[list, tuple]:
+    def _held_columns(self, inputs: list[dict[str, Any]], prompts: list, generated: Generated) -> dict[str, list]:
+        """Collect what this process holds of each of its completions, in columns."""
+        images = generated.images
+        if images is None:  # as from a `rollout_func`
+            images = [images_of(row) for row in inputs]
+            images = images if any(images) else None
+        held = {"prompt": prompts, "prompt_ids": generated.prompt_ids, "completion_ids": generated.completion_ids}
+        held |= {"input": inputs, "completion": generated.completions}
+        optional = {"logprobs": generated.logprobs, "loss_mask": generated.loss_mask, "images": images}
+        optional["tool_images"] = generated.tool_images
+        held |= {name: values for name, values in optional.items() if values}
+        if "environment" in inputs[0]:
+            held["environment"] = [row["environment"] for row in inputs]
+        notes = self._trainer.reward_notes
+        held |= {f"extra.{name}": values for name, values in notes.columns.items()}
+        return held | {f"{READINGS}{column}": values for column, values in notes.readings.items()}
+
+    def _numbers(self, ids: list[int], generated: Generated, watch: Any) -> dict[str, np.ndarray]:
+        """Compute the numbers of each completion of this process that all processes will know, in columns of shape `(n,)`."""
+        completion_ids, mask, count = generated.completion_ids, generated.loss_mask, len(ids)
+        truncated = self._trainer.answers.truncated
+        masked = truncated if self._trainer.mask_truncated_completions else None
+        if generated.logprobs is None and watch is not None:
+            logprobs = sequence_logprobs(watch.token_logprobs(completion_ids, mask), None, count)
+        else:
+            logprobs = sequence_logprobs(generated.logprobs, mask, count)
+        return {
+            ID_COLUMN: np.array(ids, dtype=np.int64),
+            "prompt_tokens": np.array([len(tokens) for tokens in generated.prompt_ids]),
+            "completion_tokens": np.array([len(tokens) for tokens in completion_ids]),
+            "loss_tokens": loss_tokens(completion_ids, mask, masked),
+            # Places after the shuffle that TRL would do here
+            "shuffled": torch.argsort(torch.randperm(count)).numpy(),
+            "logprobs": logprobs,
+            "cut_off": np.array(truncated, dtype=np.int64),
+        }
+
+    def _rolled_out(self, request: Request) -> tuple[list, Generated]:
         """
-        The prompts of a request as the model saw them, and what TRL's `_generate` returned of them. TRL's own
+        Roll out a request: the prompts as the model saw them, and what TRL's `_generate` returned for them. TRL's own
         `_generate_and_score_completions` runs as far as that: it resets environments, and prepares tools and images.
         """
         trainer, (inputs, group_size, wanted) = self._trainer, request
         accelerator = trainer.accelerator
-        own = vars(trainer).get("_generate")  # a user may have set it on the object
+        assigned = vars(trainer).get("_generate")  # a user may have set it on the object
 
         def stop(prompts: list):
-            raise _RolledOut(prompts, own(prompts) if own else type(view)._generate(view, prompts))
+            generated = assigned(prompts) if assigned else type(view)._generate(view, prompts)
+            raise _RolledOut(prompts, Generated(*generated))
 
-        def gather(values: torch.Tensor) -> torch.Tensor:
-            of_all = accelerator.gather(values)  # of rows, or one number of each process
-            return of_all[wanted] if len(of_all) == len(inputs) * accelerator.num_processes else of_all
+        def gather_wanted(values: torch.Tensor) -> torch.Tensor:
+            gathered = accelerator.gather(values)  # of rows, or one number of each process
+            return gathered[wanted] if len(gathered) == len(inputs) * accelerator.num_processes else gathered
 
         changes: dict[str, Any] = {} if group_size == trainer.num_generations else {"num_generations": group_size}
+        gathering = nullcontext(accelerator) if wanted is None else patched_copy(accelerator, gather=gather_wanted)
         try:
-            even = nullcontext(accelerator) if wanted is None else altered(accelerator, gather=gather)
-            with even as own_gather, altered(trainer, _generate=stop, accelerator=own_gather, **changes) as view:
-                GRPOTrainer._generate_and_score_completions(view, as_given(inputs))
+            with gathering as gatherer, patched_copy(trainer, _generate=stop, accelerator=gatherer, **changes) as view:
+                GRPOTrainer._generate_and_score_completions(view, without_internal_columns(inputs))
         except _RolledOut as rolled_out:
             return rolled_out.args
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
 
-    def generated(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
+    def generate(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
         """
-        What TRL's `_generate`, here `by_trl`, returns of a copy of the trainer and of prompts: with completions of no tokens filled in, and
-        its metrics of truncated ones by the engine's word.
+        Generate by TRL's `_generate`, here `by_trl`, which gets a copy of the trainer and prompts. Empty completions are filled in, and TRL's
+        metrics of truncated ones follow the engine's finish reasons.
         """
         trainer, answers = self._trainer, self._trainer.answers
 
-        def filled(prompts: list, view: Any) -> dict[str, Any]:
+        def roll_out_and_fill(prompts: list, view: Any) -> dict[str, Any]:
             output = trainer.rollout_func(prompts, view)
             if {"prompt_ids", "completion_ids", "logprobs"} <= output.keys():  # else TRL refuses it
                 answers.fill(output["prompt_ids"], output["completion_ids"], output["logprobs"])
             return output
 
         answers.forget()
-        with altered(trainer, **({} if trainer.rollout_func is None else {"rollout_func": filled})) as view:
+        changes = {} if trainer.rollout_func is None else {"rollout_func": roll_out_and_fill}
+        with patched_copy(trainer, **changes) as view:
             prompt_ids, completion_ids, mask, *others = by_trl(view, prompts)
         answers.look_up(completion_ids, prompt_ids)
         if trainer.use_vllm or trainer.args.generation_kwargs:
-            table = [[sum(m) for m in mask] if mask else [*map(len, completion_ids)], answers.truncated]
-            columns = torch.tensor(table, device=trainer.accelerator.device).T.contiguous()
-            lengths, cut = trainer.accelerator.gather(columns).float().T
-            ended = lengths[cut == 0] if (cut == 0).any() else torch.zeros(1)
-            metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-            metrics["completions/clipped_ratio"][-1] = cut.mean().item()
-            for name in ("mean", "min", "max"):
-                metrics[f"completions/{name}_terminated_length"][-1] = getattr(ended, name)().item()
+            self._log_truncated([sum(m) for m in mask] if mask else [*map(len, completion_ids)])
         return prompt_ids, completion_ids, answers.covered(completion_ids, mask), *others
 
+    def _log_truncated(self, lengths: list[int]):
+        """Correct TRL's metrics of truncated completions; `lengths` counts the sampled tokens of each completion of this process."""
+        trainer = self._trainer
+        columns = torch.tensor([lengths, trainer.answers.truncated], device=trainer.accelerator.device).T.contiguous()
+        all_lengths, truncated = trainer.accelerator.gather(columns).float().T
+        terminated = all_lengths[truncated == 0] if (truncated == 0).any() else torch.zeros(1)
+        metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+        metrics["completions/clipped_ratio"][-1] = truncated.mean().item()
+        for name in ("mean", "min", "max"):
+            metrics[f"completions/{name}_terminated_length"][-1] = getattr(terminated, name)().item()
+
     def score_groups_of_evaluation(self, rewards: torch.Tensor, readings: dict[int, list]) -> torch.Tensor:
-        """The rewards of a batch of an evaluation, shape `(B, F)`, with those of whole groups in their columns."""
+        """Fill the columns of group rewards in the rewards of an evaluation's batch, shape `(B, F)`, and log their metrics."""
         trainer, size = self._trainer, self._trainer.num_generations_eval
         if len(rewards) % size:
             raise ValueError(
                 f"A batch of the evaluation has {len(rewards)} completions, which are no whole groups of "
                 f"`num_generations_eval={size}`. Use a multiple of it as `per_device_eval_batch_size`."
             )
-        gathered = {column: gather_object(own) for column, own in readings.items()}
-        group, votes = np.arange(len(rewards)) // size, ~rewards.isnan().all(dim=1).cpu().numpy()
-        settled, metrics = score_groups(trainer.group_rewards, gathered, group, votes, trainer.accelerator)
+        all_readings = {column: gather_object(own) for column, own in readings.items()}
+        group = np.arange(len(rewards)) // size
+        votes = ~rewards.isnan().all(dim=1).cpu().numpy()
+        settled, metrics = score_groups(trainer.group_rewards, all_readings, group, votes, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
         return with_columns(rewards, settled)
 
     def note_by_value(self, by_value: Any, inputs: list[dict[str, Any]], rewards: torch.Tensor):
-        """Enter the rewards of a batch of an evaluation, shape `(B, F)`, by the values of its rows: of each completion, as TRL logs means."""
+        """Log the rewards of an evaluation's batch, shape `(B, F)`, by the values of its rows' columns: one entry for each completion."""
         columns = [total_rewards(rewards, self.reward_weights.to(rewards.device)), *rewards.T]
         names = ["reward", *(f"rewards/{name}/mean" for name in self.reward_names)]
         for column, values in by_value.named(gather_object(by_value.labels(inputs))).items():
@@ -512,7 +557,7 @@ class Engine:
                         self._trainer._metrics["eval"][f"by/{column}/{value}/{name}"].append(number)
 
     def log_means(self, evaluated: Evaluated):
-        """Log the metrics of an evaluation as means over all its completions."""
+        """Replace the logged metrics of an evaluation by means over all its completions."""
         trainer, metrics = self._trainer, self._trainer._metrics["eval"]
         columns = {"reward": 1, "reward_std": 1}
         for i, name in enumerate(trainer.reward_func_names, start=2):
@@ -528,84 +573,86 @@ class Engine:
 
     # ---- Tensors ----
 
-    def tensors(self, drawn: Batch, chosen: Batch, rows: np.ndarray, even: bool, packed: bool) -> dict[str, Any]:
+    def tensors(
+        self, drawn: Batch, chosen: Batch, rows: np.ndarray, uniform_groups: bool, packed: bool
+    ) -> dict[str, Any]:
         """
-        TRL's tensors of the chosen rows that this process holds: padded tokens, masks, old and reference log-probabilities,
-        advantages. They are the `rows`, shape `(n,)`, of the completions `drawn`, by which advantages and metrics go.
+        Let TRL make the tensors of the chosen rows that this process holds: padded tokens, masks, old and reference log-probabilities,
+        advantages. Advantages and metrics follow from all completions `drawn`.
 
-        `even` says that the batch is one of TRL's own: `num_generations` completions of each prompt, drawn at once. `packed` rows
-        get log-probabilities in the micro-batches of the layout.
+        Args:
+            rows (int64, `(n,)`): The chosen rows, by their places in `drawn`.
+            uniform_groups: The batch is as TRL's own: `num_generations` completions of each prompt, drawn at once.
+            packed: Compute log-probabilities in the micro-batches of the layout.
         """
         trainer, held_rows = self._trainer, rows[chosen.held["row"]]
-        # TRL's own advantages: of groups of one size, by its one estimator, from totals that it takes for 0 where a reward
-        # of whole groups abstains
-        even = even and trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
-        completions = chosen.held["completion_ids"]
-        columns: dict[str, Any] = dict.fromkeys(("loss_mask", "logprobs", "images", "tool_images"))
-        columns |= {n: v for n, v in chosen.held.items() if n in columns and any(value is not None for value in v)}
-        # A round may lack what another one has
-        for name, missing in (("loss_mask", 1), ("logprobs", None)):
-            if (column := columns[name]) is not None:
-                pairs = zip(column, completions, strict=True)
-                columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
-        generated: tuple[Any, ...] = (
-            chosen.held["prompt_ids"],
-            completions,
-            columns["loss_mask"],
-            [None] * len(held_rows),
-            columns["logprobs"],
-            {},
-            columns["images"],
-            [images or [] for images in columns["tool_images"] or [[]] * len(held_rows)],
-        )
+        # TRL computes advantages of groups of one size, by one estimator, and counts an abstaining group reward as 0
+        by_trl = uniform_groups and trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
+        generated, table = _as_generated(chosen.held), _new_log_table(drawn.num_rows)
         rewards_per_func = torch.from_numpy(drawn.rewards_per_func).to(trainer.accelerator.device)
-        if not even:  # we supply the advantages; unscored rows make up whole groups, and do not count in metrics
+        if not by_trl:  # TRL wants whole groups: fill them up with unscored rows, which do not count in metrics
             missing = -len(rewards_per_func) % trainer.num_generations
             rewards_per_func = torch.nn.functional.pad(rewards_per_func, (0, 0, missing, 0), value=torch.nan)
-        table = _table(drawn.num_rows)
+        inputs = [{"prompt": prompt} for prompt in chosen.held["prompt"]]
         changes: dict[str, Any] = {
             "_generate": lambda prompts: generated,
             "_calculate_rewards": lambda *args: rewards_per_func,
             "_logs": table,
-            "log_multimodal": False,  # a gather, which only processes whose chosen rows have images would make
+            "log_multimodal": False,  # a gather, in which only processes whose chosen rows have images would take part
+            **self._without_episodes(inputs, chosen.held),
         }
-        inputs = [{"prompt": prompt} for prompt in chosen.held["prompt"]]
-        if trainer.environment_factories is not None:
-            over = dict.fromkeys(trainer.environment_factories, _EpisodeOver)
-            pool: dict[Any, list] = defaultdict(list)
-            changes |= {"environment_factories": over, "_environment_pool": pool, "environments": None}
-            for row, name in zip(inputs, chosen.held.get("environment", ()), strict=False):
-                row["environment"] = name
-        cut_off = drawn.cut_off[held_rows]
-        ends = getattr(trainer, "eos_token_ids", [self.tokenizer.eos_token_id])  # by which TRL goes; 1.13 knows one
-        differs = cut_off.tolist() != [ids[-1] not in (*ends, self.tokenizer.pad_token_id) for ids in completions]
-        if masked := trainer.mask_truncated_completions and differs:
+        truncated = drawn.cut_off[held_rows]
+        if masks_itself := self._masks_truncated(truncated, generated.completion_ids):
             changes["mask_truncated_completions"] = False
         if packed:
             changes["_get_per_token_logps_and_entropies"] = self._packed_logprobs(chosen)
-        with altered(trainer, **changes) as view:
+        with patched_copy(trainer, **changes) as view:
             output = GRPOTrainer._generate_and_score_completions(view, inputs)
-        if even:  # TRL has computed the advantages of the whole batch, and keeps them for its table
-            advantages = np.array(table["advantages"], dtype=np.float32)
-        else:
-            advantages = self._advantages(drawn)
-            table["advantages"].clear()
-            table["advantages"].extend(advantages.tolist())
-            if "uniform" not in drawn.facts or trainer.scale_rewards == "batch":
-                share = zero_std_share(drawn.rewards, drawn.group, drawn.num_groups, trainer.scale_rewards)
-                self.metrics["frac_reward_zero_std"][-1] = share
+        if not by_trl:
+            self._replace_advantages(drawn, table)
+        advantages = np.array(table["advantages"], dtype=np.float32)  # of the whole batch
         if "uniform" in drawn.facts:
             self._log_uniform(drawn, drawn.facts["uniform"])
-        for name in {"completion_mask", "tool_mask"} & output.keys() if masked else ():
-            output[name] = output[name] * torch.tensor(1 - cut_off).to(output[name])[:, None]
+        for name in {"completion_mask", "tool_mask"} & output.keys() if masks_itself else ():
+            output[name] = output[name] * torch.tensor(1 - truncated).to(output[name])[:, None]
         output["advantages"] = torch.tensor(advantages[held_rows]).float().to(trainer.accelerator.device)
-        trainer._logs.update(_filled(table, drawn, trainer.log_multimodal))
+        trainer._logs.update(_fill_log_table(table, drawn, trainer.log_multimodal))
         self._log_noted()
         del output["num_items_in_batch"]
         return split_pixel_values_by_grid(output)
 
+    def _without_episodes(self, inputs: list[dict[str, Any]], held: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes with which TRL runs no environment, if there are any; name the environment of each input for it."""
+        factories = self._trainer.environment_factories
+        if factories is None:
+            return {}
+        for row, name in zip(inputs, held.get("environment", ()), strict=False):
+            row["environment"] = name
+        pool: dict[Any, list] = defaultdict(list)
+        return {
+            "environment_factories": dict.fromkeys(factories, _EpisodeOver),
+            "_environment_pool": pool,
+            "environments": None,
+        }
+
+    def _masks_truncated(self, truncated: np.ndarray, completion_ids: list[list[int]]) -> bool:
+        """Tell whether truncated completions are to be masked, and TRL would mask others: it goes by the last token."""
+        trainer = self._trainer
+        end_tokens = getattr(trainer, "eos_token_ids", [self.tokenizer.eos_token_id])  # TRL 1.13 knows one
+        by_last_token = [ids[-1] not in (*end_tokens, self.tokenizer.pad_token_id) for ids in completion_ids]
+        return trainer.mask_truncated_completions and truncated.tolist() != by_last_token
+
+    def _replace_advantages(self, drawn: Batch, table: dict[str, Any]):
+        """Put our advantages of all completions drawn into the table of completions, and log the share of groups without any."""
+        scale = self._trainer.scale_rewards
+        table["advantages"].clear()
+        table["advantages"].extend(self._advantages(drawn).tolist())
+        if "uniform" not in drawn.facts or scale == "batch":
+            share = zero_std_share(drawn.rewards, drawn.group, drawn.num_groups, scale)
+            self.metrics["frac_reward_zero_std"][-1] = share
+
     def _log_noted(self):
-        """Log what reward functions gave `log_metric` since the last batch, as TRL does: means over all processes."""
+        """Log what reward functions have passed to `log_metric` since the last batch, as TRL does: means over all processes."""
         noted, accelerator = self._trainer.reward_notes.take_metrics(), self._trainer.accelerator
         for name in sorted(set(gather_object(list(noted)))):
             values = noted.get(name, [])
@@ -614,7 +661,7 @@ class Engine:
             self.metrics[name].append(total / count)
 
     def _log_uniform(self, batch: Batch, sample: UniformSample):
-        """Let TRL's metrics of the rewards, and the mean length, be those that uniform sampling would have seen."""
+        """Replace TRL's metrics of the rewards by estimates of what uniform sampling would have seen."""
         metrics, (total, *rewards) = self.metrics, sample.rewards(batch)
         metrics["reward"][-1], metrics["reward_std"][-1] = total
         for (name, place), found in zip(self._entries(), rewards, strict=True):
@@ -625,24 +672,24 @@ class Engine:
                 metrics["frac_reward_zero_std"] = zero_std
 
     def _entries(self) -> list[tuple[str, int]]:
-        """Of each reward function, its name and the place of its latest entry among the metrics of this name, from the end."""
+        """List each reward function's name, and where its latest entry stands among the metrics of this name, from the end."""
         names = self._trainer.reward_func_names
         return [(name, -names[i:].count(name)) for i, name in enumerate(names)]
 
     def mean_rewards(self) -> dict[str, Any]:
-        """What is logged of the rewards of the latest generation batch: the mean total, and that of each reward function."""
+        """Return the logged rewards of the latest generation batch: the mean total, and the mean of each reward function."""
         means = [self.metrics[f"rewards/{name}/mean"][place] for name, place in self._entries()]
         return {"reward_mean": self.metrics["reward"][-1], "rewards": means}
 
     def _advantages(self, batch: Batch) -> np.ndarray:
-        """Advantages by the statistics of all completions drawn, shape `(B,)`."""
+        """Compute advantages, shape `(B,)`, from the statistics of all completions drawn."""
         trainer, weights = self._trainer, batch.represented_rows
         if trainer.args.advantage_estimator == "grpo":
             return group_advantages(batch.rewards, batch.group, batch.num_groups, trainer.scale_rewards, weights)
         return normalised_over_tokens(batch.rewards, batch.loss_tokens * weights)
 
     def _packed_logprobs(self, batch: Batch) -> Callable:
-        """TRL's computation of log-probabilities, in the micro-batches of the update: without the padding of all rows."""
+        """Return TRL's computation of log-probabilities, but in the micro-batches of the update: without the padding of all rows."""
         trainer, rank = self._trainer, self._trainer.accelerator.process_index
         compute = trainer._get_per_token_logps_and_entropies
         lengths = [np.array([len(ids) for ids in batch.held[name]]) for name in ("prompt_ids", "completion_ids")]
@@ -665,18 +712,18 @@ class Engine:
     # ---- Update ----
 
     def training_mode(self, model: torch.nn.Module):
-        """Before a generation batch is made: model and optimizer are to train."""
+        """Set model and optimizer to training, before a generation batch is made."""
         model.train()
         if callable(train_mode := getattr(self._trainer.optimizer, "train", None)):
             train_mode()  # a schedule-free optimizer then has the weights to train in the model
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a gradient scaler of PyTorch is used, as with `fp16`. It refuses an optimizer step without gradients."""
+        """Whether PyTorch's gradient scaler is used, as with `fp16`. It refuses an optimizer step without gradients."""
         return self._trainer.accelerator.scaler is not None
 
     def begin_empty_update(self):
-        """Before an optimizer step without rows: a gradient scaler gets gradients of zero, as plain TRL has them."""
+        """Give a gradient scaler gradients of zero for an optimizer step without rows, as plain TRL has them."""
         if self.scales_loss:
             zero = torch.zeros((), device=self._trainer.args.device)
             self._trainer.accelerator.scaler.scale(zero)  # sets its scale up
@@ -685,73 +732,92 @@ class Engine:
                     parameter.grad = torch.zeros_like(parameter)
 
     def update_was_skipped(self):
-        """After an optimizer step without rows: the learning rate goes on."""
+        """Advance the learning rate after an optimizer step without rows."""
         schedule = self._trainer.lr_scheduler
         if type(schedule).__name__ == "DeepSpeedSchedulerWrapper":  # it steps in DeepSpeed's backward pass
             schedule.scheduler.step()
 
-    def weighted_loss(self, window: Window, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]):
+    def weighted_loss(
+        self, accumulation: Accumulation, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]
+    ) -> torch.Tensor:
         """
-        TRL's loss of a micro-batch, times what it, its rows and their entropies weigh in the optimizer step. `by_trl` computes TRL's
-        loss of the `inputs` with a copy of the trainer. The window keeps the metrics for its end.
+        Compute the loss of a micro-batch with the weights that the micro-batch, its rows and their entropies have in the optimizer step.
+        `by_trl` computes TRL's loss of the `inputs` with a copy of the trainer. The metrics go to the `accumulation`, until its end.
         """
         trainer = self._trainer
-        scale, row_share, tokens, rows = (
+        scale, row_share, num_tokens, num_rows = (
             inputs.pop(f"lze_{name}") for name in ("scale", "row_share", "tokens", "rows")
         )
-        weights, of_entropy = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
-        earlier = {name: len(values) for name, values in self.metrics.items()}
-        forward: list[tuple[torch.Tensor, torch.Tensor]] = []
+        row_weights, entropy_weights = (inputs.pop(f"lze_{name}", None) for name in ("weights", "entropy_weights"))
+        bonus = 0.0 if entropy_weights is None else self._entropy_bonus()
+        weighted_kl = row_weights is not None and trainer.beta != 0.0
+        forward_passes: list[tuple[torch.Tensor, torch.Tensor]] = []  # log-probabilities and entropies
         changes: dict[str, Any] = {}
         if trainer.aux_loss_enabled and scale > 0.0:
             # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
             changes["router_aux_loss_coef"] = trainer.router_aux_loss_coef * row_share / scale
-        # With adaptive entropy the last step may have turned the bonus off
-        high = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
-        bonus = 0.0 if high or of_entropy is None or trainer.top_entropy_quantile != 1.0 else trainer.entropy_coef
-        weighted_kl = weights is not None and trainer.beta != 0.0
         if bonus != 0.0 or weighted_kl:
 
-            def logprobs(*args, **kwargs):
+            def noted_logprobs(*args, **kwargs):
                 found = trainer._get_per_token_logps_and_entropies(*args, **kwargs)
-                forward.append(found[:2])
+                forward_passes.append(found[:2])
                 return found
 
-            changes["_get_per_token_logps_and_entropies"] = logprobs
-        with altered(trainer, **changes) as view:
+            changes["_get_per_token_logps_and_entropies"] = noted_logprobs
+        logged_before = {name: len(values) for name, values in self.metrics.items()}
+        with patched_copy(trainer, **changes) as view:
             loss = by_trl(view)
-        accumulation = trainer.current_gradient_accumulation_steps
-
-        def weight(name: str) -> int:
-            of_rows = trainer.importance_sampling_level == "sequence" and "clip_ratio" in name
-            return rows if of_rows or name == "vespo/phi_seq_mean" else tokens
-
-        logged = {name: values[earlier.get(name, 0) :] for name, values in self.metrics.items()}
-        for name, values in logged.items():
-            self.metrics[name] = self.metrics[name][: -len(values) or None]
-            if not self.metrics[name]:
-                del self.metrics[name]
-        logged = {name: values for name, values in logged.items() if values}
-        shares = {"policy_loss": scale / accumulation, "aux_loss": row_share / accumulation}
-        window.add(logged, weight, shares)
-        for name, values in logged.items():
-            self.metrics[name] += values
+        num_micro_steps = trainer.current_gradient_accumulation_steps
+        shares = {"policy_loss": scale / num_micro_steps, "aux_loss": row_share / num_micro_steps}
+        self._move_metrics(accumulation, logged_before, num_tokens, num_rows, shares)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         if weighted_kl:
-            loss = loss + trainer.beta * self._excess_kl(inputs, forward[0][0], weights, mask)
+            loss = loss + trainer.beta * self._excess_kl(inputs, forward_passes[0][0], row_weights, mask)
         loss = loss if scale == 1.0 else loss * scale
         if bonus != 0.0:
             # As in every loss type, TRL has subtracted a mean over the tokens of the micro-batch
-            excess = scale / mask.sum().clamp(min=1.0) - of_entropy
-            loss = loss + bonus * (forward[0][1] * mask * excess).sum() / accumulation
+            excess = scale / mask.sum().clamp(min=1.0) - entropy_weights
+            loss = loss + bonus * (forward_passes[0][1] * mask * excess).sum() / num_micro_steps
         return loss
+
+    def _entropy_bonus(self) -> float:
+        """Return the coefficient of the entropy bonus whose weights have to be corrected, 0 for none."""
+        trainer = self._trainer
+        # With adaptive entropy, the last step may have turned the bonus off
+        is_off = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+        return 0.0 if is_off or trainer.top_entropy_quantile != 1.0 else trainer.entropy_coef
+
+    def _move_metrics(
+        self,
+        accumulation: Accumulation,
+        lengths: dict[str, int],
+        num_tokens: int,
+        num_rows: int,
+        shares: dict[str, float],
+    ):
+        """Move what TRL has logged of a micro-batch, after the first `lengths` values of each metric, to the accumulation."""
+
+        def weight(name: str) -> int:
+            by_rows = self._trainer.importance_sampling_level == "sequence" and "clip_ratio" in name
+            return num_rows if by_rows or name == "vespo/phi_seq_mean" else num_tokens
+
+        logged = {}
+        for name, values in list(self.metrics.items()):
+            length = lengths.get(name, 0)
+            if new_values := values[length:]:
+                logged[name] = new_values
+                del values[length:]
+            if not values:
+                del self.metrics[name]
+        for name, values in accumulation.add(logged, weight, shares).items():
+            self.metrics[name] += values
 
     def _excess_kl(
         self, inputs: dict[str, Any], logps: torch.Tensor, weights: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """
-        What the KL term of a micro-batch lacks where TRL counts every row once: (weight − 1) · KL of the rows, averaged as TRL
-        averages its loss. Advantages carry the weights of the rows; the KL term has none.
+        Compute what TRL's KL term lacks because it counts every row once: (weight − 1) · KL of the rows, averaged as TRL averages its
+        loss. The policy term needs no correction: its advantages carry the weights.
         """
         trainer = self._trainer
         difference = inputs["ref_per_token_logps"] - logps
@@ -761,42 +827,73 @@ class Engine:
             if trainer.importance_sampling_level == "sequence":
                 ratio = ((ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).unsqueeze(-1)
             kl = kl * torch.exp(ratio)
-        excess, accumulation = (weights - 1.0) * kl * mask, trainer.current_gradient_accumulation_steps
+        excess = (weights - 1.0) * kl * mask
+        num_micro_steps = trainer.current_gradient_accumulation_steps
         match trainer.loss_type:
             case "grpo" | "sapo":
-                return (excess.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean() / accumulation
+                return (excess.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean() / num_micro_steps
             case "bnpo":
-                return excess.sum() / mask.sum().clamp(min=1.0) / accumulation
+                return excess.sum() / mask.sum().clamp(min=1.0) / num_micro_steps
             case "dr_grpo":
-                return excess.sum() / (len(excess) * trainer.max_completion_length) / accumulation
+                return excess.sum() / (len(excess) * trainer.max_completion_length) / num_micro_steps
             case "luspo":
-                return excess.sum(-1).mean() / accumulation
+                return excess.sum(-1).mean() / num_micro_steps
         items = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
-        return excess.sum() / (items * accumulation / trainer.args.steps_per_generation)
+        return excess.sum() / (items * num_micro_steps / trainer.args.steps_per_generation)
 
     # ---- Servers and checkpoints ----
 
     def weights_changed(self) -> tuple[float, bool]:
-        """What the last weight sync has moved, see [`~lze_trl.servers.generation.HTTPGeneration.weights_changed`]."""
+        """Return what the last weight sync has changed, see [`~lze_trl.servers.generation.HTTPGeneration.weights_changed`]."""
         return self._trainer.vllm_generation.weights_changed() if self.over_http else (math.nan, False)
 
     def connect(self, generation: Any):
-        """Generate by vLLM servers over HTTP."""
+        """Let vLLM servers generate over HTTP, by `generation`."""
         trainer = self._trainer
         trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, generation, -1
 
     def on_all_processes(self, holds: bool) -> bool:
-        """Whether something holds on all processes, which must all ask."""
+        """Tell whether something holds on all processes; all of them must call this."""
         accelerator = self._trainer.accelerator
         return bool(accelerator.gather(torch.tensor([holds], device=accelerator.device)).all())
 
     def training_ended(self):
-        """Say that no training is under way: transformers leaves it on after an exception."""
+        """Mark that no training is under way: transformers leaves the mark set after an exception."""
         self._trainer.is_in_train = False
 
 
-def _table(size: int) -> dict[str, Any]:
-    """TRL's table of completions, with as many rows as the batch: its own keeps `generation_batch_size` of them."""
+def _with_fields(inputs: list[dict[str, Any]], fields: dict[str, Any]) -> list[dict[str, Any]]:
+    """Add the fields that a `rollout_func` has returned to dataset rows: of a list the entry of each row, any other value to all."""
+    return [
+        row
+        | {n: v[i] if isinstance(v, list) else v for n, v in fields.items() if not isinstance(v, list) or i < len(v)}
+        for i, row in enumerate(inputs)
+    ]
+
+
+def _as_generated(held: dict[str, Any]) -> Generated:
+    """Turn held columns back into what TRL's `_generate` returned of their rows; rounds may differ in which columns they have."""
+    completion_ids, count = held["completion_ids"], len(held["completion_ids"])
+    columns: dict[str, Any] = dict.fromkeys(("loss_mask", "logprobs", "images", "tool_images"))
+    columns |= {n: v for n, v in held.items() if n in columns and any(value is not None for value in v)}
+    for name, missing in (("loss_mask", 1), ("logprobs", None)):
+        if (column := columns[name]) is not None:
+            pairs = zip(column, completion_ids, strict=True)
+            columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
+    return Generated(
+        held["prompt_ids"],
+        completion_ids,
+        columns["loss_mask"],
+        [None] * count,
+        columns["logprobs"],
+        {},
+        columns["images"],
+        [images or [] for images in columns["tool_images"] or [[]] * count],
+    )
+
+
+def _new_log_table(size: int) -> dict[str, Any]:
+    """Make an empty table of completions for TRL, of as many rows as the batch: its own keeps `generation_batch_size` of them."""
     table: dict[str, Any] = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
     return table | {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
 
@@ -804,10 +901,7 @@ def _table(size: int) -> dict[str, Any]:
 def loss_tokens(
     completion_ids: list[list[int]], masks: list[list[int]] | None, truncated: Sequence[bool] | None = None
 ) -> np.ndarray:
-    """
-    Tokens of each completion that the loss covers, shape `(n,)`: those with 1 in its mask. None of one that is `truncated`, if that is
-    given.
-    """
+    """Count the tokens of each completion that the loss covers, shape `(n,)`: those with 1 in its mask, and none if it is `truncated`."""
     counts = np.array([len(ids) for ids in completion_ids] if masks is None else [sum(mask) for mask in masks])
     return counts.astype(np.int64) * (1 if truncated is None else ~np.array(truncated, dtype=bool))
 
@@ -816,32 +910,32 @@ def sequence_logprobs(
     logprobs: Sequence[Sequence[float | None]] | None, masks: list[list[int]] | None, count: int
 ) -> np.ndarray:
     """
-    Log-probability of each completion when it was sampled, shape `(count,)`: the sum over the tokens that the model generated, those
-    with 1 in its mask. NaN if a token has none, or −∞.
+    Sum the log-probabilities of each completion's tokens when they were sampled, shape `(count,)`, over those with 1 in its mask. NaN if
+    a token has none, or −∞.
     """
     if logprobs is None:
         return np.full(count, np.nan)
-    sums = np.array([_total(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])
+    sums = np.array([_sum_or_nan(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])
     return np.where(np.isfinite(sums), sums, np.nan)
 
 
-def _total(values: Iterable[float | None]) -> float:
-    """The sum of Python numbers, which `sum` has before NumPy has an array of them; vLLM says `None` for NaN."""
+def _sum_or_nan(values: Iterable[float | None]) -> float:
+    """Sum Python numbers: `sum` is faster than converting to NumPy. vLLM reports NaN as `None`."""
     try:
         return float(sum(values))  # type: ignore[arg-type]
     except TypeError:
         return math.nan
 
 
-def _filled(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:
-    """The table with the texts of all completions drawn, where TRL has entered the chosen ones."""
-    inputs = batch.held["input"]
+def _fill_log_table(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:
+    """Replace the texts of the chosen rows, which TRL has written into the table, by those of all completions drawn."""
+    count = len(batch.held["input"])
     for name in ("prompt", "completion"):
         table[name].clear()
         table[name].extend(batch.gathered(batch.held[name]))
     columns = {name: values for name, values in batch.held.items() if name.startswith("extra.") or name == "images"}
     for name in sorted(set(gather_object(list(columns)))):
-        values = batch.gathered(columns.get(name, [None] * len(inputs)))
+        values = batch.gathered(columns.get(name, [None] * count))
         if name != "images":
             table["extra"][name.removeprefix("extra.")].extend(values)
         elif with_images:

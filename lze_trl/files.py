@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Write files that appear whole or not at all, and name files."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ def write_atomically(path: Path, content: bytes):
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:  # of a full disk, in which there is no path
+    except OSError as error:  # the error of a full disk names no path
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
@@ -23,11 +23,11 @@ def write_atomically(path: Path, content: bytes):
 
 
 def displayed(name: str) -> str:
-    """A name as text that can be encoded: bytes of it that are no UTF-8 become question marks."""
+    """Make a file's name printable: bytes that are not UTF-8 become question marks."""
     return name.encode(errors="replace").decode()
 
 
 def numbered(path: Path) -> Path:
-    """The path with the first number behind it, from `.1` on, that nothing has yet."""
+    """Append the first number, from `.1` on, with which the path does not exist yet."""
     names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())

@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights, to see whether anything has changed them."""
+"""Fingerprint a model's weights, to see whether anything has changed them."""
 
 import torch
 from torch import nn
@@ -7,11 +7,11 @@ from torch.distributed.tensor import DTensor
 
 def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
     """
-    Fingerprint the weights and buffers that this process holds, of a model that DeepSpeed ZeRO-3 or FSDP may have sharded. Those
-    that have `without` in their names are left out.
+    Fingerprint the weights and buffers that this process holds; DeepSpeed ZeRO-3 or FSDP may have sharded the model. Tensors with
+    `without` in their names are left out.
 
-    It depends on every bit, so it sees an update however small, and one that PyTorch's version counters miss (through `.data`).
-    One read of the weights: about 0.5 ms for each GB on a GPU, 0.15 s for each GB on a CPU core.
+    The fingerprint depends on every bit, so it changes with any update, also one through `.data`, which PyTorch's version counters
+    miss. It reads the weights once: about 0.5 ms a GB on a GPU, 0.15 s a GB on a CPU core.
     """
     hashes: list[torch.Tensor] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -26,7 +26,7 @@ def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
 
 def hashes_of(flat: torch.Tensor) -> list[torch.Tensor]:
     """
-    Hash a tensor of one dimension: two numbers, none without elements. An XOR of all elements does not see the same change of an even number
-    of them, so the first one counts by itself.
+    Hash a one-dimensional tensor: two numbers, or none if it is empty. An XOR of all elements misses the same change of an even number of
+    them, so the first element is hashed by itself as well.
     """
     return [torch.hash_tensor(part) for part in (flat, flat[:1]) if len(part)]

@@ -22,7 +22,6 @@ from .record.cards import cards
 from .record.curves import held_out_curves
 from .record.evaluations import FILE, first_and_last, read_results, rows_of, text_table
 from .record.evaluations import FOLDER as EVALUATIONS
-from .record.ledger import headline, skipped_visits
 from .record.schema import DIRECTORY, SQL_TYPES, Status
 from .record.writer import list_parts, write_part
 from .redaction import public, without_secrets
@@ -33,14 +32,14 @@ from .version import __version__
 logger = logging.getLogger(__name__)
 
 _PUSHED = ["README.md", *RUN_FILES, *STATE_FILES, "report/**"]
-# Of a model repo: what has prompts, completions, or places of this machine. Those without a slash also in a checkpoint
+# Kept out of a model repo, because they hold prompts, completions or paths. Patterns without a leading slash also match in checkpoints
 _PRIVATE = (
     *(f"/{folder}/" for folder in (DIRECTORY, f"{DIRECTORY}.*", "report", EVALUATIONS, f"{store.REPLACED}.*")),
     *("/completions/", "/runs/", "/trainer_state.json"),
     *(f"/{store.STATE_NAME}.*", f"{store.ROWS_NAME}_*", "training_args.bin"),
 )
-_PLAIN_TEXTS = ("cause", "name", "ledger")  # columns of names that this package or a reward gives
-_STATE_PARTS = ("prompts", "foresight", "gate")  # what another run begins with; no problems that the model wrote
+_PLAIN_TEXTS = ("cause", "name", "ledger")  # text columns without text of the data
+_STATE_PARTS = ("prompts", "foresight", "gate")  # what another run begins with, without problems that the model wrote
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller", "pruning", "planner", "loss_normalizer"),
     *("num_generations", "generation_batch_size", "learning_rate", "loss_type", "scale_rewards", "beta"),
@@ -50,10 +49,10 @@ _SHOWN_SETTINGS = (
 
 @contextmanager
 def left_out(what: str) -> Iterator[None]:
-    """Say that something, such as a card, is left out where it fails: it must not cost the upload of a model."""
+    """Turn any error within the block into a warning that something, such as a card, is left out: a model is uploaded all the same."""
     try:
         yield
-    except Exception as error:  # whatever it is
+    except Exception as error:  # any error
         logger.warning("%s is left out: %s: %s", what, type(error).__name__, without_secrets(str(error)))
 
 
@@ -67,9 +66,8 @@ def push_run(
     """
     Upload telemetry, prompt state, report and a card as a dataset repo, which is created if it is missing, `private` or not.
 
-    They replace those of a run that the repo held before. Only ids and numbers, and the `texts` that are named: `"prompt"`,
-    `"completion"`, `"images"`, and columns of the training set. `token` is by default that of `hf auth login`. Returns the address of
-    the repo.
+    They replace those of an earlier run in the repo. Only ids and numbers are uploaded, and the named `texts`: `"prompt"`, `"completion"`,
+    `"images"`, and columns of the training set. `token` defaults to that of `hf auth login`. Returns the address of the repo.
     """
     run_dir = Path(run_dir).resolve()
     with TemporaryDirectory() as folder:
@@ -88,7 +86,7 @@ def push_run(
 
 
 def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
-    """Write what may be published of a run into an empty folder; files that cannot be read are left out."""
+    """Write what may be published of a run into an empty folder, leaving out files that cannot be read."""
     source, target = run_dir / DIRECTORY, copy / DIRECTORY
     target.mkdir(parents=True)
     meta, status = Meta.read(source), Status.read(source)
@@ -113,7 +111,7 @@ def _copy_public(run_dir: Path, copy: Path, texts: Collection[str]):
 
 
 def _without_texts(rows: pa.Table, texts: Collection[str]) -> pa.Table:
-    """Rows of a table with numbers, and of its texts only those that are named: not the metrics of values of other columns."""
+    """Remove from a table all texts that are not named, and metrics by the values of columns that are not named."""
     kept = {*texts, *_PLAIN_TEXTS, *(f"by.{label(name)}" for name in texts)}
     if "name" in rows.column_names:
         paths = [name.removeprefix("eval_").split("/") for name in rows["name"].to_pylist()]
@@ -131,8 +129,8 @@ def _without_texts(rows: pa.Table, texts: Collection[str]) -> pa.Table:
 
 def keep_private(run_dir: str | Path, writes_problems: bool = False):
     """
-    Keep what holds prompts, completions or places of this machine out of the model repo: the trainer of transformers
-    uploads the whole output directory, except what its `.gitignore` names. The state of a model that `writes_problems` holds them.
+    Keep files with prompts, completions or paths of this machine out of the model repo: transformers uploads the whole output directory,
+    except what its `.gitignore` names. The state of a model that `writes_problems` holds these as well.
     """
     path = Path(run_dir) / ".gitignore"
     lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if path.is_file() else []
@@ -144,7 +142,7 @@ def keep_private(run_dir: str | Path, writes_problems: bool = False):
 
 def extend_model_card(run_dir: str | Path):
     """
-    Add to the `README.md` that TRL has written how the model was trained and evaluated. A run without telemetry gets no section.
+    Add a section to the `README.md` that TRL has written: how the model was trained and evaluated. A run without telemetry gets none.
     """
     with suppress(MissingTelemetryError):
         section = model_card_section(run_dir)
@@ -153,7 +151,7 @@ def extend_model_card(run_dir: str | Path):
 
 
 def model_card_section(run_dir: str | Path) -> str:
-    """Markdown about the run: what it learned, wasted and saved, settings and evaluations."""
+    """Write Markdown about the run: what it learned, wasted and saved, settings and evaluations."""
     with closing(open_run(run_dir)) as run:
         if not (summary := run.summary())["generations"]:
             raise MissingTelemetryError("The run has no generation batch.")
@@ -182,8 +180,6 @@ This model was trained with lze_trl {__version__}: GRPO {way}.
 In {summary["generations"]:,} generation batches, {summary["selected"]:,} of {summary["groups"]:,} groups were trained on. Of {sum(prompts.values()):,}
 prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["forgotten"]:,} were forgotten.
 {learned}
-{_savings(summary["ledger"])}
-
 ### Settings
 
 | setting | value |
@@ -191,14 +187,9 @@ prompts, {prompts["pruned"]:,} were pruned as solved at the end, and {prompts["f
 {shown}{evaluated}"""
 
 
-def _savings(totals: dict[str, float]) -> str:
-    """Markdown about the cost, against plain GRPO."""
-    return f"### Savings\n\n{headline(totals)}\n\n{skipped_visits(totals)}"
-
-
 def _dataset_card(run_dir: Path, repo_id: str) -> str:
     with closing(open_run(run_dir)) as run:
-        savings = _savings(run.summary()["ledger"])
+        answers = "".join(f"\n- {card}" for card in cards(run))
     return f"""---
 tags: [lze, grpo, telemetry]
 viewer: false
@@ -207,6 +198,5 @@ viewer: false
 # Training telemetry of {run_dir.name}
 
 Recorded by lze_trl: pass rate and energy of every group, the prompts, and their latest state. Look at it with `lze-trl app {repo_id}`.
-
-{savings}
+{answers}
 """

@@ -1,4 +1,4 @@
-"""Names that users give: what was meant by an unknown one, and what a module or a path of theirs holds."""
+"""Names that users give: suggestions for unknown ones, imports by path, and models by path."""
 
 import difflib
 import importlib
@@ -10,10 +10,15 @@ from typing import Any
 import xxhash
 
 
+_MADE_BY = {"runs/demo/": "make demo", "runs/skills/": "python -m benchmarks.skills"}
+"""Commands of the repository that make the models of its recipes, by the beginning of their paths."""
+
+
 def label(value: Any) -> str:
     """
-    A value of the data as a part of a name: its text with `_` for blanks and `/`, of a list or dictionary that of its parts. Where more is
-    replaced, or cut off, four hex digits keep apart what reads alike. Nothing, an empty text and NaN are `no_value`.
+    Turn a value of the data into a part of a metric's name: its text with `_` for blanks and `/`; lists and dictionaries join their parts.
+    Where other characters are replaced or the text is cut off, four hex digits keep names distinct. `None`, an empty text and NaN become
+    `no_value`.
     """
     value = value.tolist() if hasattr(value, "tolist") else value  # of a tensor
     if isinstance(value, dict):
@@ -28,15 +33,15 @@ def label(value: Any) -> str:
 
 
 def near(name: str, known: Iterable[str], form: Callable[[str], str] = repr, most: int = 1) -> str:
-    """The question whether a known name was meant, each in its `form`, after a space; empty if none is near."""
+    """Ask whether a similar known name was meant, each shown in its `form`, after a space; empty if none is similar."""
     matches = difflib.get_close_matches(name, list(known), n=most)
     return f" Did you mean {' or '.join(map(form, matches))}?" if matches else ""
 
 
 def imported(path: str, named: str) -> Any:
     """
-    The function or class at an import path such as `my_package.my_module.my_reward`; a `ValueError` if there is none. `named` is what
-    the user asked for, for the error.
+    Import the function or class at a path such as `my_package.my_module.my_reward`; raises `ValueError` if there is none. `named` says in
+    the error what the user asked for.
     """
     module, _, attribute = path.rpartition(".")
     try:
@@ -55,6 +60,11 @@ def refuse_missing_model(name: str):
     path = Path(name)
     is_path = path.exists() or name.startswith(("/", "./", "../", "~")) or name.strip("/").count("/") > 1
     if is_path and not path.is_dir():
+        for prefix, command in _MADE_BY.items():
+            if name.removeprefix("./").startswith(prefix):
+                raise FileNotFoundError(
+                    f"There is no model folder `{name}` yet: run `{command}` first, which makes it."
+                )
         folders = [str(other) for other in path.parent.glob("*") if other.is_dir()] if path.parent.is_dir() else []
         raise FileNotFoundError(
             f"There is no model folder `{name}`.{near(name, folders, '`{}`'.format)} Give a folder with a saved model, or "

@@ -1,4 +1,4 @@
-"""What a prompt may be, and whether it fits into the context of a model."""
+"""Check that prompts are prompts, and that they fit into the context of a model."""
 
 import json
 import logging
@@ -18,20 +18,20 @@ _MARGIN = 8  # tokens that a tokenizer may add to a text
 
 PROMPTS = (
     "A prompt is a text that is not empty, or a list of messages, each with a `role` and a `content` (text, blocks, or null beside "
-    "`tool_calls`), of which at least one has something in it."
+    "`tool_calls`), at least one of them not empty."
 )
-"""What is allowed, for errors."""
+"""The allowed prompts, in words for errors."""
 
 
 def is_prompt(value: Any) -> bool:
-    """Whether TRL can make tokens of a prompt."""
+    """Tell whether TRL can tokenize a prompt."""
     if isinstance(value, str):
         return bool(value)
     return are_messages(value) and any(message["content"] for message in value)
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value is a list of messages, with or without something in them."""
+    """Tell whether a value is a list of messages, empty ones included."""
     return isinstance(value, list) and all(
         isinstance(message, dict)
         and isinstance(message.get("role"), str)
@@ -41,14 +41,14 @@ def are_messages(value: Any) -> bool:
 
 
 def prompts_of(dataset: Any) -> Iterator[Any]:
-    """The prompts of the rows of a dataset, as `datasets` decodes them; none of a stream, or where a transform makes them."""
+    """Iterate over the prompts of a dataset, as `datasets` decodes them; over none if it is a stream, or a transform makes them."""
     if isinstance(dataset, Dataset) and "prompt" in dataset.column_names and dataset.format["type"] != "custom":
         for batch in dataset.select_columns("prompt").with_format(None).iter(_READ):
             yield from batch["prompt"]
 
 
 def context_of(config: Any) -> int | None:
-    """Most tokens that a model is made for, by its configuration; `None` if it has no limit of its own."""
+    """Return the context length of a model, in tokens, by its configuration; `None` if it has no limit."""
     text = config.get_text_config()
     length, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if length and rope.get("rope_type") in ("linear", "dynamic", "yarn"):
@@ -57,7 +57,7 @@ def context_of(config: Any) -> int | None:
 
 
 def text_of(prompt: Any) -> str:
-    """The words of a prompt: a text, or the contents of messages, of which the parts that are text."""
+    """Return the text of a prompt: for messages, the text parts of their contents, joined."""
     if isinstance(prompt, str):
         return prompt
     contents = [message.get("content") or "" for message in prompt]
@@ -66,8 +66,8 @@ def text_of(prompt: Any) -> str:
 
 def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list[int]]:
     """
-    Counts the tokens of prompts, all texts or all conversations, as TRL makes them; `template` are further arguments of
-    `apply_chat_template`. Of a processor that reads images, words alone are counted.
+    Return a function that counts the tokens of prompts, all texts or all conversations, as TRL makes them. `template` holds further
+    arguments of `apply_chat_template`. With a processor that reads images, only text is counted.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
 
@@ -84,7 +84,7 @@ def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list
 
 @dataclass(frozen=True)
 class Context:
-    """The tokens that a model, or a server of it, reads at most, those that a completion may have, and what counts a prompt's."""
+    """Context length of a model or its server in tokens, the most tokens of a completion, and a counter of a prompt's tokens."""
 
     length: int
     completion: int
@@ -92,7 +92,7 @@ class Context:
 
     @classmethod
     def of_model(cls, name: str, completion: int = 0, **kwargs: Any) -> "Context | None":
-        """That of a model by name, with its tokenizer; `kwargs` are those of `from_pretrained`."""
+        """Read the context of a model by name, with its tokenizer; `kwargs` go to `from_pretrained`."""
         from transformers import AutoConfig, AutoProcessor  # slow, and not needed to read data
 
         length = context_of(AutoConfig.from_pretrained(name, **kwargs))
@@ -101,13 +101,13 @@ class Context:
 
     @cached_property
     def _frame(self) -> int:
-        """Tokens around a conversation, such as a system prompt and tools."""
+        """Number of tokens around a conversation, such as a system prompt and tools."""
         return self.count([[{"role": "user", "content": "?"}]])[0]
 
     def measured(self, prompts: Iterable[Any]) -> tuple[dict[int, int], int]:
         """
-        Tokens of the prompts, by their place, that leave none for a completion, and the most tokens of another one. Prompts of few
-        characters are not tokenized: a token is a byte or more, and JSON writes more around messages than templates do.
+        Find the prompts that leave no room for a completion: returns their token counts by place, and the most tokens of any other prompt.
+        Short prompts are not tokenized: a token is a byte or more, and JSON writes more around messages than templates do.
         """
         encode, sized = json.JSONEncoder(default=str).encode, list[tuple[int, int, Any]]()
         for place, prompt in enumerate(prompts):
@@ -127,9 +127,9 @@ class Context:
 
     def fitting(self, dataset: Any, called: str, on_main: Callable = lambda function: function()) -> tuple[Any, str]:
         """
-        A dataset, or a dictionary of them, without the prompts that leave no token for a completion, and a sentence on them without their
-        texts, which is also logged. `on_main` calls a function on the main process. Those of a stream are told and left out when they come.
-        Raises `ValueError` where none is left.
+        Leave out the prompts of a dataset, or a dictionary of datasets, that leave no room for a completion. Returns the rest, and a sentence
+        without their texts, which is also logged. `on_main` calls a function on the main process. Prompts of a stream are checked when they
+        are read. Raises `ValueError` if none is left.
         """
         if isinstance(dataset, dict):
             return {name: self.fitting(rows, f"{called} {name!r}", on_main)[0] for name, rows in dataset.items()}, ""
@@ -146,18 +146,18 @@ class Context:
             return dataset, ""
         first = next(prompts_of(dataset.select([min(out)])))
         shown = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in [*out.items()][:_SHOWN])
-        told = (
+        sentence = (
             f"Left out {len(out):,} of {len(dataset):,} prompts of the {called}, which leave no room in the context of {self.length:,} "
             f"tokens: rows {shown}{', …' * (len(out) > _SHOWN)}. Shorten them, or use a model or server with a longer context."
         )
         if len(out) == len(dataset):
-            raise ValueError(f"Nothing is left to use. {told}")
-        logger.warning("%s The first begins %.60r.", told, first)
-        return dataset.select([row for row in range(len(dataset)) if row not in out]), told
+            raise ValueError(f"Nothing is left to use. {sentence}")
+        logger.warning("%s The first begins %.60r.", sentence, first)
+        return dataset.select([row for row in range(len(dataset)) if row not in out]), sentence
 
     def _fits(self, prompt: Any) -> bool:
         lengths, _ = self.measured([prompt])
         for tokens in lengths.values():
-            told = "Left out a prompt of the stream, of %d tokens where the context is %d: %.80r"
-            logger.warning(told, tokens, self.length, prompt)
+            warning = "Left out a prompt of the stream, of %d tokens where the context is %d: %.80r"
+            logger.warning(warning, tokens, self.length, prompt)
         return not lengths

@@ -1,4 +1,4 @@
-"""What of settings and texts is shown, written or published: no secrets, and on the Hub no place of this machine either."""
+"""Remove secrets from settings and texts before they are shown or written, and paths and hosts before they are published."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 HIDDEN = "***"
-"""Stands where a secret was."""
+"""Replaces a secret."""
 
 _SECRET_NAME = re.compile(
     r"^(?!.*(bos|eos|pad|unk|sep|cls|mask|special|stop|start|end|image|video|audio)_tokens?$)"  # those of a tokenizer
@@ -22,14 +22,14 @@ _PATH = re.compile(r"(?<![^\s'\"=,(\[:])(?:file://)?(?:/(?!/)|~[\w.-]*/|\.\./|[A
 
 def redacted(value: Any, mark: str | None = HIDDEN, name: str = "") -> Any:
     """
-    A setting, called `name`, without secrets: the mark in place of texts whose name ends in token, key, secret, password and the
-    like, at any depth, and no login in addresses. Anything else is returned as it is.
+    Remove secrets from a setting called `name`: texts whose name ends in token, key, secret, password or the like become the mark, at any
+    depth, and addresses lose their login. Anything else is returned unchanged.
     """
     return _changed(value, name, lambda text, n: mark if text and _SECRET_NAME.search(n) else without_secrets(text))
 
 
 def _changed(value: Any, name: str, change: Callable[[str, str], str | None]) -> Any:
-    """A value with each text in it changed, given its name: its key in a mapping, unless the mapping has the name of a secret."""
+    """Change each text in a value, given its name: its key in a mapping, or the name of the mapping if that is a secret's."""
     if isinstance(value, Mapping):
         return {k: _changed(v, name if _SECRET_NAME.search(name) else str(k), change) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -38,12 +38,12 @@ def _changed(value: Any, name: str, change: Callable[[str, str], str | None]) ->
 
 
 def without_secrets(text: str) -> str:
-    """A text whose addresses have no login, and no token among their parameters."""
+    """Remove logins from addresses in a text, and tokens from their parameters."""
     return _PARAMETER.sub(rf"\1{HIDDEN}", _LOGIN.sub("", text))
 
 
 def public(value: Any) -> Any:
-    """A setting without secrets, of whose absolute paths the last part is left, and of whose addresses no host."""
+    """Remove secrets and hosts from a setting, and shorten absolute paths to their last part."""
 
     def change(text: str, name: str) -> str:
         if text and (_SECRET_NAME.search(name) or _HOST_NAME.search(name)):
@@ -54,6 +54,6 @@ def public(value: Any) -> Any:
 
 
 def _last_part(path: re.Match) -> str:
-    """The name of a file or folder, unless it may be a home."""
+    """Return the name of a file or folder, unless the path is short enough to be a home folder."""
     parts = [part for part in re.split(r"[\\/]+", path[0].removeprefix("file://")) if part not in ("", "..")]
     return parts[-1] if len(parts) > 2 else "…"

@@ -1,4 +1,4 @@
-"""Runs that are given as a folder, or as the id of a repo on the Hugging Face Hub."""
+"""Find runs that are given as a folder, or as the id of a repo on the Hugging Face Hub."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ STATE_FILES = ("lze_state.*", "manifest.json")  # what another run can begin wit
 
 def resolve(source: str | Path, files: tuple[str, ...] = RUN_FILES) -> Path:
     """
-    Directory of a run that is given as a directory or as the Hub id of a dataset repo, such as `"me/my-run"`, of which some
-    `files` are downloaded. Neither of the two raises [`MissingTelemetryError`].
+    Return the directory of a run that is given as a directory, or as the Hub id of a dataset repo, such as `"me/my-run"`, whose `files` are
+    then downloaded. Raises [`MissingTelemetryError`] if it is neither.
     """
     if Path(source).exists():
         return Path(source)

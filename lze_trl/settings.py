@@ -1,4 +1,4 @@
-"""Settings that are given as dictionaries: what each may hold, and how values are checked."""
+"""Settings that are given as dictionaries, and the checks of all values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -64,7 +64,7 @@ _KINDS: dict[Any, tuple[Any, str]] = {
     dict: (Mapping, "a mapping"),
     type(None): (type(None), "null"),
 }
-"""What fits a type, and its name in errors. Any value fits another type."""
+"""Accepted classes of a type, and its name in errors. Any value fits a type that is not listed."""
 _THEIRS = {
     "(0, inf]": "temperature repetition_penalty sapo_temperature_neg sapo_temperature_pos delta",
     "[0, inf)": "learning_rate weight_decay adam_epsilon beta num_train_epochs warmup_steps logging_steps save_steps eval_steps",
@@ -79,7 +79,7 @@ _THEIRS = {
     "[2, inf)": "num_generations",
     "[0, 4294967295]": "seed",
 }
-"""Settings of TRL and transformers, by the interval of numbers that can be computed with."""
+"""Numeric settings of TRL and transformers, by their valid interval."""
 RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
@@ -123,13 +123,13 @@ RANGES = {
 }
 """Intervals of numbers, by block ("" for fields of the configuration) and setting."""
 
-_SET_ELSEWHERE = ("group_size", "num_prompts", "exit")  # fields of a controller that other settings determine
+_SET_ELSEWHERE = ("group_size", "num_prompts", "exit")  # fields of controllers that follow from other settings
 
 
 def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, Any]:
     """
-    All settings of a block: those that are `given`, and the defaults of the dataclass that the block configures. A
-    `ValueError` is raised for an unknown setting, and for a value of another type or out of its range.
+    Complete the settings of a block: the `given` ones, and the defaults of the dataclass that the block configures. Raises `ValueError`
+    for an unknown setting, and for a value of another type or out of its range.
     """
     if not isinstance(given, Mapping):
         raise ValueError(f"`{block}` must be a mapping of settings to values, got {given!r}.")
@@ -147,7 +147,7 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
 
 
 def check_value(name: str, value: Any, hint: Any, block: str = ""):
-    """Refuse a value of another type than its field's, or out of its range, with a `ValueError`."""
+    """Raise `ValueError` for a value of another type than its field's, or out of its range."""
     place = f"`{block}`: `{name}`" if block else f"`{name}`"
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
@@ -176,7 +176,7 @@ def _in_words(kind: Any) -> str:
 
 
 def _contains(interval: str, value: float) -> bool:
-    """Whether a number lies in an interval such as "(0, 1]"; NaN lies in none."""
+    """Tell whether a number lies in an interval such as "(0, 1]"; NaN lies in none."""
     low, high = map(float, interval[1:-1].split(", "))
     above = low < value if interval[0] == "(" else low <= value
     return above and (value < high if interval[-1] == ")" else value <= high)

@@ -1,4 +1,4 @@
-"""What signals ask of a training. This module imports nothing slow."""
+"""How signals end a training. This module imports nothing slow."""
 
 import os
 import signal
@@ -14,10 +14,10 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals by which schedulers and closed terminals end a training, or say that they soon will."""
 
 STARTED_ALONE = "LZE_TRL_STARTED_ALONE"
-"""Environment variable with the id of a training's process, if no launcher waits for its end."""
+"""Environment variable with the id of a training's process, if no launcher waits for that process."""
 
-_SAME = 3.0  # seconds in which a further signal is the same one: a scheduler sends it to a launcher, which forwards it, and to us
-_PATIENCE = 5.0  # seconds in which a training that got the signal of its launcher has begun to end
+_SAME = 3.0  # seconds in which a second signal is a duplicate: a scheduler sends it to us, and to a launcher that forwards it
+_PATIENCE = 5.0  # seconds in which a training reacts to the signal that has ended its launcher
 
 
 class Interrupted(SystemExit):
@@ -25,15 +25,15 @@ class Interrupted(SystemExit):
 
 
 def end_at_once(number: int, frame: Any):
-    """Signal handler: exit with 128 and the number of the signal. Neither an import nor a cleanup can stop it."""
+    """Exit at once with 128 + the number of the signal, as a signal handler. No exception handler can stop it."""
     os._exit(128 + number)
 
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None], numbers: Iterable[int] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
     """
-    Handle signals within the block, those that nobody else handles or ignores. Nothing changes in an interactive session or
-    outside of the main thread.
+    Handle signals within the block, unless somebody else handles or ignores them. Does nothing in an interactive session or outside of
+    the main thread.
     """
     usual, before = (signal.SIG_DFL, signal.default_int_handler, end_at_once), {}
     if threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
@@ -48,15 +48,15 @@ def handling(handler: Callable[[int, Any], None], numbers: Iterable[int] = (sign
 
 
 class Signals:
-    """The signals that this process has got. The first one ends the training as Ctrl-C does, a second one at once."""
+    """The signals that this process has received. The first one ends the training as Ctrl-C does, a second one at once."""
 
     def __init__(self):
-        self.received = 0  # the first one, of this training
-        self.waits = False  # whether the training ends with its step, and not where it is
+        self.received = 0  # number of the first signal of this training, 0 for none
+        self.waits = False  # whether the training ends after its step, instead of at once
         self._at = 0.0
 
     def note(self, number: int):
-        """The training ends by a signal, unless it ends already."""
+        """Note the signal that ends the training, unless another one already has."""
         if not self.received:
             self.received, self._at = number, time.monotonic()
 
@@ -66,7 +66,7 @@ class Signals:
         self.received, own = 0, os.getpid()
 
         def handle(number: int, frame: Any):
-            if os.getpid() != own:  # a worker that was forked, which is told to end
+            if os.getpid() != own:  # a forked worker process
                 end_at_once(number, frame)
             if self.received:
                 if time.monotonic() - self._at > _SAME:
@@ -81,13 +81,13 @@ class Signals:
 
 
 SIGNALS = Signals()
-"""A process has one set of signals."""
+"""The signals of this process."""
 
 
 def end_with_launcher():
     """
-    Send this process a SIGTERM when the launcher that started it ends and leaves it behind, as accelerate does for one
-    process. A process that was started by itself, or from a shell that may be closed, is left alone.
+    Send this process a SIGTERM when its launcher ends and leaves it behind, as accelerate does with a single process. A process that no
+    launcher has started is left alone.
     """
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if not launched or os.environ.get(STARTED_ALONE) == str(os.getpid()):

@@ -1,4 +1,4 @@
-"""The way of one generation batch: plan → roll out → score → remember → select → pack."""
+"""The life of a generation batch: plan → roll out → score → remember → select → pack."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,12 +8,12 @@ import numpy as np
 from accelerate import Accelerator
 
 from .batch import Batch, Table
-from .engine import TENSOR_SOURCES, Engine
+from .engine import TENSOR_SOURCES, TRLAdapter
 from .memory.state import PromptState
+from .pack.accumulation import Accumulation
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
 from .pack.micro_batch import filler_inputs, micro_batch
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
-from .pack.window import Window
 from .plan.passes import Passes, Plan
 from .record.advice import Advice
 from .record.by_value import ByValue
@@ -27,12 +27,12 @@ from .seeding import keyed_rng
 from .select.selectors import Selector, choose_groups, quota
 
 
-SHOWN = ("input", "completion")
-"""Held columns that are shown and recorded, and not trained on."""
+RECORDED_ONLY = ("input", "completion")
+"""Held columns that are recorded and shown, but not trained on."""
 
 
 @dataclass(eq=False)
-class GenerationStep:
+class BatchPipeline:
     """Makes generation batches and hands out their micro-batches."""
 
     args: Any  # `LZEGRPOConfig`
@@ -45,254 +45,291 @@ class GenerationStep:
     ledger: Ledger
     recorder: Recorder
     accelerator: Accelerator
-    instruction: Any = None  # supplies further prompts, if the training set grows: `lze_trl.selfplay.online`
-    by_value: ByValue | None = None  # tells what becomes of completions by columns of the data
+    prompt_writer: Any = None  # writes further prompts in self-play: `lze_trl.selfplay.online.OnlineInstruction`
+    by_value: ByValue | None = None  # breaks metrics down by columns of the data
 
     def __post_init__(self):
-        self.generation = 0  # generation batches so far
+        self.batch_index = 0  # generation batches handed out so far
         self.micro_step = 0  # calls of `training_step` so far
-        self.batch: Any = None  # the last `Batch`, as it is trained on
-        self.window = Window()  # the optimizer step under way
+        self.batch: Any = None  # the `Batch` that is trained on
+        self.accumulation = Accumulation()  # the optimizer step under way
         self.advice = Advice(self.args, self.recorder.reward_names)
-        self._in_use = False  # whether the next optimizer step goes on with the batch
-        self._ahead: Pending | None = None  # the next batch, while servers work on it
-        self._place: dict[str, Any] = {}  # in the data before it
-        self._ready: Batch | None = None  # the next batch, finished before its time
+        self._batch_unfinished = False  # whether the next optimizer step goes on with `batch`
+        self._prefetching: Pending | None = None  # the next batch, while servers work on it
+        self._position_before: dict[str, Any] = {}  # position in the data before that batch
+        self._prefetched: Batch | None = None  # the next batch, already complete
 
     @property
-    def mid_batch(self) -> bool:
-        """Whether the next micro-step goes on with the generation batch of the last one."""
-        return self.micro_step % (self.args.steps_per_generation * self.args.num_iterations) != 0
+    def _micro_steps_per_batch(self) -> int:
+        return self.args.steps_per_generation * self.args.num_iterations
 
-    def training_begins(self):
-        """A training begins: forget the optimizer step and the generation batch in which one before it has ended."""
+    @property
+    def batch_unfinished(self) -> bool:
+        """Whether the next micro-step goes on with the generation batch of the last one."""
+        return self.micro_step % self._micro_steps_per_batch != 0
+
+    def reset_for_training(self):
+        """Reset before a new `train()` call: drop any partial optimizer step and batch of the previous one."""
         if self.passes.restart():
-            self.generation, self._ready = self.batches_made, None
-        self.window = Window()
-        self.batch, self.micro_step, self._in_use = None, 0, False
+            self.batch_index = self.batches_made
+            self._prefetched = None
+        self.accumulation = Accumulation()
+        self.batch = None
+        self.micro_step = 0
+        self._batch_unfinished = False
 
     @property
     def batches_made(self) -> int:
-        """Generation batches so far, with the next one if it is finished already."""
-        return self.generation + (self._ready is not None)
+        """Number of generation batches so far, including a prefetched one."""
+        return self.batch_index + (self._prefetched is not None)
 
-    def prepare(self, inputs: list[dict[str, Any]], engine: Engine):
-        """Make the generation batch of this micro-step, unless it is still in use."""
-        if self.batch is None or not self.mid_batch:
-            self.batch = self._next(inputs, engine) if self._ready is None else self._ready
-            self._ready = None
-            self.generation += 1
-        if self.args.overlap == "one_step" and self._ahead is None and self._is_last_step(engine):
-            self._start_next(engine)
+    def prepare(self, inputs: list[dict[str, Any]], engine: TRLAdapter):
+        """Make the generation batch of this micro-step, unless the last one still has rows to train on."""
+        if self.batch is None or not self.batch_unfinished:
+            self.batch = self._next_batch(inputs, engine) if self._prefetched is None else self._prefetched
+            self._prefetched = None
+            self.batch_index += 1
+        if self.args.overlap == "one_step" and self._prefetching is None and self._is_last_step(engine):
+            self._start_prefetch(engine)
 
-    def _is_last_step(self, engine: Engine) -> bool:
+    def _is_last_step(self, engine: TRLAdapter) -> bool:
         """
-        Whether the optimizer step under way is the last one of the generation batch, and the training goes on after the batch. The next
-        batch is begun here: earlier, it would be older than one step, and an evaluation would have to finish it before its time.
+        Tell whether the optimizer step under way is the last one on this generation batch, and training goes on after it. The next
+        batch is prefetched then. Begun earlier, its weights would be older than one step, and an evaluation would have to finish it early.
         """
-        micro_steps = self.args.steps_per_generation * self.args.num_iterations
-        end = self.window.micro_steps + micro_steps - self.micro_step % micro_steps  # in the optimizer step under way
+        micro_steps_left = self._micro_steps_per_batch - self.micro_step % self._micro_steps_per_batch
+        # End of the batch in micro-steps, counted from the begin of the optimizer step
+        end = self.accumulation.micro_steps + micro_steps_left
         accumulation = self.args.gradient_accumulation_steps
         return end <= accumulation and engine.optimizer_step + end / accumulation < engine.max_steps
 
-    def _begin(self, inputs: list[dict[str, Any]], engine: Engine) -> Pending:
+    def _begin(self, inputs: list[dict[str, Any]], engine: TRLAdapter) -> Pending:
         """Plan the next batch, and ask for its first completions."""
         with self.ledger.timed("selection"):
             plan = self.passes.plan(inputs)
         with self.ledger.timed("rollout"):
-            return self.rounds.begin(plan, engine, self.generation)
+            return self.rounds.begin(plan, engine, self.batch_index)
 
-    def _start_next(self, engine: Engine):
-        """Let servers work on the next batch, by the weights of the moment, while this one is trained on."""
-        self._place = self.passes.stream.state_dict()
+    def _start_prefetch(self, engine: TRLAdapter):
+        """Let servers generate the next batch with the current weights while this one is trained on."""
+        self._position_before = self.passes.stream.state_dict()
         pending = self._begin([], engine)
         if pending.request is not None:
             with self.ledger.timed("rollout"):
-                engine.start(pending.request, pending.ahead)
-        self._ahead = pending  # the servers now have the weights by which it is to be finished
+                engine.prefetch(pending.request, pending.ahead)
+        self._prefetching = pending  # the servers now have the weights with which it is to be finished
 
-    def give_up(self, engine: Engine):
-        """The training ends: what servers work on is not wanted."""
-        if self._ahead is not None:
-            self.ledger.rows_given_up += int(self._ahead.counts.sum())
-            self._ahead = None
-            self.passes.stream.load_state_dict(self._place)  # its prompts are those of the next batch
-            engine.rounds_ended()
+    def cancel_prefetch(self, engine: TRLAdapter):
+        """Cancel the prefetched batch at the end of the training; its prompts come again in the next one."""
+        if self._prefetching is not None:
+            self.ledger.rows_given_up += int(self._prefetching.counts.sum())
+            self._prefetching = None
+            self.passes.stream.load_state_dict(self._position_before)
+            engine.cancel_speculative_requests()
 
-    def drain(self, engine: Engine):
-        """Finish the batch that servers work on: before their weights change, and before a checkpoint."""
-        if self._ahead is not None:
-            self._ready = self._next([], engine)
+    def finish_prefetch(self, engine: TRLAdapter):
+        """Finish the batch that servers work on, before their weights change and before a checkpoint."""
+        if self._prefetching is not None:
+            self._prefetched = self._next_batch([], engine)
 
-    def take_passes(self, passes: Passes):
-        """Plan over other prompts from here on: a batch of the earlier ones that is finished already is not trained on."""
+    def replace_passes(self, passes: Passes):
+        """Switch to a new prompt set; a prefetched batch from the old one is discarded."""
         self.passes = self.rounds.passes = passes
-        self.generation, self._ready = self.batches_made, None
+        self.batch_index = self.batches_made
+        self._prefetched = None
 
     def has_rows(self) -> bool:
-        """Whether this micro-step has rows."""
+        """Tell whether this micro-step has rows."""
         return self.batch.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
 
     def micro_batch(self) -> dict[str, Any]:
-        """Inputs of this micro-step; without rows, those of another one with weight 0."""
+        """Return the inputs of this micro-step: of one without rows, those of an earlier one with weight 0."""
         if not self.has_rows():
-            return dict(self.window.filler)
+            return dict(self.accumulation.filler)
         args, rank = self.args, self.accelerator.process_index
         slot = self.micro_step % args.steps_per_generation
-        self.window.by_trl &= self.batch.layout.by_trl
+        self.accumulation.by_trl &= self.batch.layout.by_trl
         inputs = micro_batch(
             self.batch, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
         )
-        self.window.filler = filler_inputs(inputs)
+        self.accumulation.filler = filler_inputs(inputs)
         return inputs
 
-    def end_window(self, engine: Engine):
-        """End the optimizer step: enter its metrics."""
-        self._in_use = self.mid_batch
-        skipped = self.window.real_steps == 0 and not engine.scales_loss
+    def end_optimizer_step(self, engine: TRLAdapter):
+        """Close the optimizer step and log its metrics."""
+        self._batch_unfinished = self.batch_unfinished
+        skipped = self.accumulation.real_steps == 0 and not engine.scales_loss
         self.ledger.skipped_updates += skipped
         if skipped:
             engine.update_was_skipped()
-        ended = {"step_time": [self.window.seconds], "lze/skipped_update": [float(skipped)]}
-        for name, values in {**ended, **self.window.close()}.items():
+        metrics = {"step_time": [self.accumulation.seconds], "lze/skipped_update": [float(skipped)]}
+        metrics |= self.accumulation.close()
+        for name, values in metrics.items():
             engine.metrics[name] += values
-        self.window = Window()
+        self.accumulation = Accumulation()
 
-    def _next(self, inputs: list[dict[str, Any]], engine: Engine) -> Batch:
-        if self._ahead is not None:
-            pending, self._ahead = self._ahead, None
+    def _next_batch(self, inputs: list[dict[str, Any]], engine: TRLAdapter) -> Batch:
+        if self._prefetching is not None:
+            pending, self._prefetching = self._prefetching, None
             with engine.by_loaded_weights(int(self._rng("ahead").integers(2**62))):
                 return self.finish(pending, engine)
-        if self.instruction is not None and (missing := self.passes.missing):
+        if self.prompt_writer is not None and (missing := self.passes.missing):
             with self.ledger.timed("rollout"):
-                self.instruction.restock(missing, self.generation, engine.policy)
+                self.prompt_writer.restock(missing, self.batch_index, engine.policy)
                 self.passes.stream.extend()
         return self.finish(self._begin(inputs, engine), engine)
 
-    def finish(self, pending: Pending, engine: Engine) -> Batch:
+    def finish(self, pending: Pending, engine: TRLAdapter) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
-        timed, wanted = self.ledger.timed, quota(self.args.selection_ratio, max(1, pending.plan.num_prompts))
+        timed, plan = self.ledger.timed, pending.plan
+        num_groups_wanted = quota(self.args.selection_ratio, max(1, plan.num_prompts))
         with timed("rollout"):
-            drawn = self.rounds.finish(pending, engine, wanted)
-        self.ledger.visits_skipped += len(pending.plan.skipped)
+            drawn = self.rounds.finish(pending, engine, num_groups_wanted)
+        self.ledger.visits_skipped += len(plan.skipped)
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
-        moved, in_bfloat16 = engine.weights_changed()
-        if not np.isnan(moved):
-            engine.metrics["lze/weights_changed"].append(moved)
+        weight_change, in_bfloat16 = engine.weights_changed()
+        if not np.isnan(weight_change):
+            engine.metrics["lze/weights_changed"].append(weight_change)
         if drawn is None:
-            return self._nothing(pending.plan, engine)
+            return self._empty_batch(plan, engine)
         with timed("selection"):
             forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
-            if self.by_value is not None:
-                unbegun = drawn.facts.get("unbegun", ())
-                others = self.passes.load(unbegun) if len(unbegun) else []
-                drawn.facts["values"] = self.by_value.values_of(drawn, others, self.accelerator.process_index)
+            if self.state.unseen is not None:
+                drawn = drawn.with_prompts(forecast=forecasts)
+            self._add_values(drawn)
             self.advice.see(
-                drawn, drawn.prompts.cause, forecasts, engine.learning_rate, moved if in_bfloat16 else np.nan
+                drawn,
+                drawn.prompts.cause,
+                forecasts,
+                engine.learning_rate,
+                weight_change if in_bfloat16 else np.nan,
             )
-            chosen = self._select(drawn, wanted)
+            chosen = self._select(drawn, num_groups_wanted)
             weights = row_weights(self.controller, drawn, self._rng("keep"))
-            # Rows without a loss token, as of truncated completions, only fill micro-batches
-            least = int(self.args.loss_normalizer == "all" and self.args.selector != "all")
-            rows = np.flatnonzero(chosen[drawn.group] & (weights > 0) & (drawn.loss_tokens >= least))
+            # Rows without a loss token, such as masked truncated completions, only fill micro-batches
+            min_loss_tokens = int(self.args.loss_normalizer == "all" and self.args.selector != "all")
+            trained = chosen[drawn.group] & (weights > 0) & (drawn.loss_tokens >= min_loss_tokens)
+            rows = np.flatnonzero(trained)
         with timed("logprob"):
             batch = self._pack(drawn, rows, weights, engine)
         with timed("selection"):
             self.ledger.add(self.args.generation_batch_size, drawn, rows)
-            self._log(pending.plan, drawn, chosen, batch, engine)
-            self._record(pending.plan, engine, drawn, chosen)
+            self._log(plan, drawn, chosen, batch, engine)
+            self._record(plan, engine, drawn, chosen)
         return batch
 
     def _rng(self, purpose: str) -> np.random.Generator:
-        return keyed_rng(self.args.seed, self.generation, purpose)
+        return keyed_rng(self.args.seed, self.batch_index, purpose)
+
+    def _add_values(self, drawn: Batch):
+        """Note the values of the columns in `report_by`, also those of prompts that got no completion."""
+        if self.by_value is not None:
+            unbegun = drawn.facts.get("unbegun", ())
+            rows = self.passes.load(unbegun) if len(unbegun) else []
+            drawn.facts["values"] = self.by_value.values_of(drawn, rows, self.accelerator.process_index)
 
     def _remember(self, drawn: Batch) -> Batch:
-        """Score the groups, remember their prompts, and add what is known of them."""
+        """Score the groups, update the memory of their prompts, and return the batch with what is known of them."""
         chances = drawn.prompts.completion_probability if "completion_probability" in drawn.prompts else None
         groups = self.state.score_and_store(drawn, chances)
         self.passes.planner.observe(groups)
-        if self.instruction is not None:
-            self.instruction.observe(groups)
+        if self.prompt_writer is not None:
+            self.prompt_writer.observe(groups)
         return drawn.with_prompts(**vars(groups), cause=causes(drawn))
 
-    def _select(self, drawn: Batch, wanted: int) -> np.ndarray:
-        """Whether each group is trained on, shape `(P,)`; the update wants K = `wanted` of them."""
+    def _select(self, drawn: Batch, num_groups_wanted: int) -> np.ndarray:
+        """Choose the groups to train on: a mask of shape `(P,)`. K = `num_groups_wanted` of them fill the update."""
         return choose_groups(
             self.selector,
             drawn.prompts,
             np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups),
-            wanted,
+            num_groups_wanted,
             self.controller.fills_update,
             partial(self._rng, "selection"),
         )
 
-    def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: Engine) -> Batch:
-        """Decide where each chosen row is computed, bring it there, and let TRL build its tensors."""
-        even, packed = not self.passes.variable_group_size, self.args.packing and len(rows) > 0
-        counted, layout = self._arrange(drawn, rows, weights[rows])
-        held = {n: v for n, v in drawn.held.items() if n not in SHOWN and not n.startswith("extra.")}
-        chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(counted)), held=held)
+    def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
+        """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
+        chosen_weights = self._weigh(drawn, rows, weights[rows])
+        layout = self._lay_out(drawn, rows, chosen_weights.chunk)
+        held = {n: v for n, v in drawn.held.items() if n not in RECORDED_ONLY and not n.startswith("extra.")}
+        chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(chosen_weights)), held=held)
         chosen = chosen.moved(layout, self.accelerator)
+        uniform_groups, packed = not self.passes.variable_group_size, self.args.packing and len(rows) > 0
         if len(rows):
-            tensors = engine.tensors(drawn, chosen, rows, even, packed)
-        else:  # TRL still logs the rewards of the batch, for which it wants one row
-            one = np.zeros(1, dtype=np.int64)
-            first = {name: values[:1] for name, values in held.items()} | {"row": one}
-            engine.tensors(drawn, replace(chosen, held=first), one, even, packed)
+            tensors = engine.tensors(drawn, chosen, rows, uniform_groups, packed)
+        else:  # TRL still logs the rewards of the batch, for which it needs one row
+            first_row = np.zeros(1, dtype=np.int64)
+            stand_in = {name: values[:1] for name, values in held.items()} | {"row": first_row}
+            engine.tensors(drawn, replace(chosen, held=stand_in), first_row, uniform_groups, packed)
             tensors = {}
         others = {name: values for name, values in chosen.held.items() if name not in TENSOR_SOURCES}
         return replace(chosen, held=others | tensors)
 
-    def _arrange(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray) -> tuple[Weights, Layout]:
-        """What each chosen row weighs in the update, and in which micro-batch it is computed."""
-        geometry, args = self.geometry, self.args
-        over_all, whole, even = (
-            args.loss_normalizer == "all",
-            len(rows) == drawn.num_rows,
-            not self.passes.variable_group_size,
-        )
-        each = max(1, drawn.num_rows // geometry.num_processes)
-        slot = drawn.shuffled * args.steps_per_generation // each  # TRL's own, where groups are even
-        if even and (over_all or whole):
-            counted = weights_of_full(slot, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
-            if over_all:  # prompts that were skipped count as dead groups
-                factor = args.generation_batch_size / drawn.num_rows
-                norms = {name: getattr(counted, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")}
-                counted = counted.with_columns(**norms)
-        elif over_all:
-            mean_tokens = drawn.facts["mean_tokens"]
-            counted = weights_of_part(weights, args.generation_batch_size, mean_tokens, geometry, self._rng("steps"))
-        else:
-            counted = weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
-        if args.packing:
-            lengths = drawn.prompt_tokens[rows], drawn.completion_tokens[rows]
-            return counted, pack(*lengths, counted.chunk, geometry, drawn.owner[rows])
-        if even and whole:
-            return counted, trl_layout(slot, drawn.owner, drawn.shuffled, geometry)
-        return counted, unpacked(counted.chunk, geometry)
+    def _slots(self, drawn: Batch) -> np.ndarray:
+        """Micro-step of each drawn row in TRL's own layout of groups of one size, shape `(B,)`."""
+        rows_per_process = max(1, drawn.num_rows // self.geometry.num_processes)
+        return drawn.shuffled * self.args.steps_per_generation // rows_per_process
 
-    def _nothing(self, plan: Plan, engine: Engine) -> Batch:
-        """A batch of which pruning, or the controller, has left nothing."""
+    def _weigh(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray) -> Weights:
+        """
+        Compute what each chosen row weighs in the update:
+
+        | `loss_normalizer` | groups | rows chosen | weights |
+        |---|---|---|---|
+        | `"all"` | of one size | any | as in TRL's full batch, in which skipped prompts count as dead groups |
+        | `"selected"` | of one size | all | as in TRL's full batch |
+        | `"all"` | of any size | any | as a part of a full batch of rows of mean length |
+        | `"selected"` | otherwise | | by the chosen rows alone |
+        """
+        geometry, full_rows = self.geometry, self.args.generation_batch_size
+        normalize_over_all, uniform_groups = self.args.loss_normalizer == "all", not self.passes.variable_group_size
+        if uniform_groups and (normalize_over_all or len(rows) == drawn.num_rows):
+            slots = self._slots(drawn)
+            chosen_weights = weights_of_full(slots, drawn.owner, drawn.loss_tokens, rows, weights, geometry)
+            if not normalize_over_all:
+                return chosen_weights
+            factor = full_rows / drawn.num_rows
+            norms = {
+                name: getattr(chosen_weights, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")
+            }
+            return chosen_weights.with_columns(**norms)
+        if normalize_over_all:
+            return weights_of_part(weights, full_rows, drawn.facts["mean_tokens"], geometry, self._rng("steps"))
+        return weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
+
+    def _lay_out(self, drawn: Batch, rows: np.ndarray, chunk: np.ndarray) -> Layout:
+        """Lay the chosen rows out: packed; else as TRL does, where the batch is TRL's own; else in all micro-steps of their chunk."""
+        if self.args.packing:
+            return pack(
+                drawn.prompt_tokens[rows], drawn.completion_tokens[rows], chunk, self.geometry, drawn.owner[rows]
+            )
+        if not self.passes.variable_group_size and len(rows) == drawn.num_rows:
+            return trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
+        return unpacked(chunk, self.geometry)
+
+    def _empty_batch(self, plan: Plan, engine: TRLAdapter) -> Batch:
+        """Make a batch without rows, where pruning or the controller has left none."""
         self.ledger.add(self.args.generation_batch_size)
         self._record(plan, engine)
         return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 
-    def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: Engine):
+    def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: TRLAdapter):
         groups = drawn.prompts
         metrics = batch_metrics(groups, chosen) | self.state.metrics() | self.passes.planner.metrics()
         metrics["pass"] = plan.pass_index
         if (sample := drawn.facts.get("uniform")) is not None:
             remembered = self.state.range.outcomes(sample.remembered)
             metrics["pass_rate"] = sample.moments(drawn.outcomes, remembered)[0]
-            metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing tells of the stopped groups
+            metrics["dead_share"] = 1.0 - sample.live_share  # NaN where nothing is known of the stopped groups
         metrics |= self.state.foresight.metrics() | self.state.threshold.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.state.unseen is not None:
-            planned = len(plan.rows) or plan.num_prompts  # with the prompts that have joined late
+            planned = len(plan.rows) or plan.num_prompts  # and the prompts that were added in later rounds
             metrics |= self.state.unseen.metrics() | {"not_begun_share": 1.0 - len(groups) / planned}
-        if self.instruction is not None:
-            metrics |= self.instruction.metrics()
+        if self.prompt_writer is not None:
+            metrics |= self.prompt_writer.metrics()
         lengths = batch.prompt_tokens, batch.completion_tokens
         real, computed = padding_efficiency(batch.layout, *lengths, self.accelerator.process_index)
         if computed:
@@ -309,7 +346,7 @@ class GenerationStep:
         # The recording shows what is logged
         drawn.facts["means"] = engine.mean_rewards() | {name: metrics[name] for name in ("pass_rate", "dead_share")}
 
-    def _record(self, plan: Plan, engine: Engine, drawn: Batch | None = None, chosen: np.ndarray | None = None):
+    def _record(self, plan: Plan, engine: TRLAdapter, drawn: Batch | None = None, chosen: np.ndarray | None = None):
         if not self.args.telemetry:
             return
         prompts, rows, means = {}, {}, {}
@@ -322,7 +359,7 @@ class GenerationStep:
             prompts,
             rows,
             drawn,
-            self.generation,
+            self.batch_index,
             step=engine.optimizer_step,
             max_steps=engine.max_steps,
             pass_index=plan.pass_index,
@@ -334,9 +371,9 @@ class GenerationStep:
     # ---- Checkpoints ----
 
     def parts(self) -> dict[str, Any]:
-        """Parts with a memory that is the same on every process, by the name that they have in a checkpoint."""
-        written = {} if self.instruction is None else {"instruction": self.instruction}
-        return written | {  # the passes are over what was written
+        """Return the parts with a memory, which is the same on every process, by their names in a checkpoint."""
+        writer = {} if self.prompt_writer is None else {"instruction": self.prompt_writer}
+        return writer | {  # first, because the passes are over the prompts that it has written
             "batches": self,
             **self.state.parts(),
             "guard": self.rounds.guard,
@@ -347,24 +384,25 @@ class GenerationStep:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters. Rows are saved apart, see [`rows_left`]."""
-        return {"generation": self.generation, "micro_step": self.micro_step, "in_use": self._in_use}
+        """Return the counters. Rows are saved separately, see [`rows_left`]."""
+        return {"generation": self.batch_index, "micro_step": self.micro_step, "in_use": self._batch_unfinished}
 
     def load_state_dict(self, state: dict[str, Any]):
-        """Continue from a checkpoint, without the rows: forget what an interrupted training had begun."""
-        self.generation, self._in_use = state["generation"], state["in_use"]
-        # Counted from the beginning of a generation batch, however many micro-steps this run makes of one
-        self.micro_step = state["micro_step"] if self._in_use else 0
-        self.batch = self._ahead = self._ready = None
-        self.window = Window()
+        """Continue from the counters of a checkpoint, without its rows; an interrupted training's batches are dropped."""
+        self.batch_index = state["generation"]
+        self._batch_unfinished = state["in_use"]
+        # Restart the count at a batch boundary, in case this run uses a different number of micro-steps per batch
+        self.micro_step = state["micro_step"] if self._batch_unfinished else 0
+        self.batch = self._prefetching = self._prefetched = None
+        self.accumulation = Accumulation()
 
     def rows_left(self) -> dict[str, Batch]:
-        """Batches whose rows are still to be trained on, none after most: the one in use, and the next one."""
-        batches = {"rows": self.batch if self._in_use else None, "ready": self._ready}
+        """Return the unfinished batches to save in a checkpoint: the current and the prefetched one. Usually empty."""
+        batches = {"rows": self.batch if self._batch_unfinished else None, "ready": self._prefetched}
         return {name: batch for name, batch in batches.items() if batch is not None}
 
     def load_rows(self, states: dict[str, dict[str, Any]]):
         """Continue with the batches of [`rows_left`]."""
         for name, state in states.items():
             batch = Batch.from_state(state, Layout.from_state, self.accelerator.device)
-            setattr(self, {"rows": "batch", "ready": "_ready"}[name], batch)
+            setattr(self, {"rows": "batch", "ready": "_prefetched"}[name], batch)

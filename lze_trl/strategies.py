@@ -1,4 +1,4 @@
-"""Strategies: what one name sets in the configuration. `docs/choosing.md` says where each was published."""
+"""Strategies: what one name sets in the configuration. `docs/strategies.md` says where each was published."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from .names import near
 
 
 DEFAULT = "exact"
-"""The strategy of a configuration that names none."""
+"""The default strategy."""
 
 _EVERY_GROUP = {"selector": "all", "selection_ratio": 1.0, "pruning": "none"}
 _LIVE_GROUPS = {"selector": "zero_variance", "selection_ratio": 1.0}
@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {
     "scale_rewards": "group",
     "deduplicate": True,
 }
-"""What a strategy has unless it says otherwise: the published method."""
+"""Settings of a strategy unless it sets them itself: the published method."""
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     # the updates of plain GRPO, without computing the groups that have no gradient
@@ -44,11 +44,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     # prompts without a signal are left out at random, and their slots filled with live groups
     "greso": _LIVE_GROUPS | {"planner": "greso", "controller": "dynamic"},
 }
-"""Fields of [`LZEGRPOConfig`] by the name of a strategy; the others are those of `BASE`."""
+"""Fields of [`LZEGRPOConfig`] that each strategy sets; for the others, see `BASE`."""
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """All settings of a strategy, those of `BASE` included; a `ValueError` lists the known names."""
+    """Return all settings of a strategy, including those of `BASE`; raises `ValueError` for an unknown name."""
     if name not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {list(STRATEGIES)}, got {name!r}.{near(str(name), STRATEGIES)}")
     return BASE | STRATEGIES[name]

@@ -26,7 +26,7 @@ from . import checks
 from .build import make_geometry, make_state, placeholders
 from .claim import claimed
 from .config import LZEGRPOConfig
-from .engine import Engine, altered, hidden, rehearsal
+from .engine import TRLAdapter, patched_copy, settings_for_trl, side_effect_free_copy
 from .fingerprint import fingerprint
 from .memory.identity import ID_COLUMN
 from .names import refuse_missing_model
@@ -49,7 +49,7 @@ from .rollout.reward_checks import RewardError, RewardNotes, checked, of_all
 from .rollout.rounds import Rounds
 from .select.selectors import Selector
 from .signals import SIGNALS, Interrupted
-from .step import GenerationStep
+from .step import BatchPipeline
 from .trl_contract import check_releases
 
 
@@ -63,41 +63,32 @@ class EndOnSignal(TrainerCallback):
     """
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Save and stop, if any process has received a signal."""
+        """Save and stop at the end of this step, if any process has received a signal."""
         if args.enable_jit_checkpoint:
             SIGNALS.note(int(gather(torch.tensor([SIGNALS.received], device=args.device)).max()))
             if SIGNALS.received:
                 control.should_save = control.should_training_stop = True
                 control.should_evaluate = False
-        elif SIGNALS.received:  # whatever has caught what the handler raised
+        elif SIGNALS.received:  # something has caught the exception of the handler
             raise Interrupted(128 + SIGNALS.received)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """Do not write that checkpoint again, nor evaluate it."""
+        """Neither write that checkpoint again nor evaluate it."""
         if SIGNALS.received:
             control.should_save = control.should_evaluate = False
 
 
-class NamedSpace(TrackioCallback):
-    """Makes a Space of what was logged, completions among it, only if one is named; if it fails, the model is uploaded without it."""
-
-    def on_push_begin(self, args, *others, **kwargs):
-        """Upload to the Space, before the model is uploaded."""
-        from .hub import left_out
-
-        if args.trackio_static_space_id:
-            with left_out("What trackio has logged"):
-                super().on_push_begin(args, *others, **kwargs)
-
-
 def _override(cls: type, name: str) -> str | None:
-    """The override of a method of TRL by a class that is neither TRL's nor ours, as `Class.method`."""
-    ours = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
-    return next((f"{c.__name__}.{name}" for c in ours), None)
+    """Find the override of one of TRL's methods by a class that is neither TRL's nor ours, as `Class.method`."""
+    users = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
+    return next((f"{c.__name__}.{name}" for c in users), None)
 
 
-def _rows_of(dataloader: Any) -> Callable[[], float]:
-    """How many rows a loader gives all processes, without those that fill its last batch: of a stream, those that were read so far."""
+def _row_counter(dataloader: Any) -> Callable[[], float]:
+    """
+    Return a function that counts the rows that a loader gives all processes, without those that fill up its last batch; for a stream, the
+    rows that were read so far.
+    """
     stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # accelerate may have wrapped both
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
     sampler = getattr(batches, "sampler", None)
@@ -113,7 +104,7 @@ def _write_report(run_dir: Path) -> Path:
 class LZEGRPOTrainer(GRPOTrainer):
     """
     [`~trl.GRPOTrainer`] that trains on the groups worth a gradient, by `strategy`: all live ones, or those with the highest
-    Learning-Zone Energy (arXiv 2605.17003); and foresees rollouts that teach nothing.
+    Learning-Zone Energy (arXiv 2605.17003). Some strategies also save rollouts of groups that are likely to be dead.
 
     Takes all arguments of [`~trl.GRPOTrainer`], with an [`LZEGRPOConfig`] as `args`, and those below.
 
@@ -145,13 +136,13 @@ class LZEGRPOTrainer(GRPOTrainer):
     args: LZEGRPOConfig
     model: PreTrainedModel
 
-    generation_step: GenerationStep
+    generation_step: BatchPipeline
     _evaluated: Evaluated | None = None
     weights_in_vllm: list[int] | None = None
-    """Fingerprint of the weights that vLLM has loaded; `None` if it must load them before it generates."""
+    """Fingerprint of the weights that vLLM has loaded; `None` if it has to load them before it generates."""
 
     resolved: dict[str, Any]
-    """What `pruning` and `deduplicate` are for this training set, also where they are unset in `args`."""
+    """Values of `pruning` and `deduplicate` for this training set, also where `args` leave them unset."""
 
     def __init__(
         self,
@@ -192,14 +183,14 @@ class LZEGRPOTrainer(GRPOTrainer):
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
         if isinstance(model, str):
             refuse_missing_model(model)
-        with hidden(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
+        with settings_for_trl(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
             super().__init__(model, None if reward_funcs is None else callables, args, train_dataset, **kwargs)
         checks.refuse_uneven_turns(args, self.accelerator, self.tools)
         recurring = train_dataset is not None
         if not recurring:
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
         self.model.add_model_tags(["lze"])
-        self.reward_notes, self.episodes, self.answers = RewardNotes(), Episodes(), Engine(self).make_answers()
+        self.reward_notes, self.episodes, self.answers = RewardNotes(), Episodes(), TRLAdapter(self).make_answers()
         self.add_callback(EndOnSignal())
         self.resume_command = "`trainer.train(resume_from_checkpoint=True)`"  # said when the training ends early
         self._is_running = False
@@ -210,10 +201,10 @@ class LZEGRPOTrainer(GRPOTrainer):
         if args.over_http:
             from .servers.generation import HTTPGeneration
 
-            generation = HTTPGeneration(self.model, self.accelerator, Engine(self).tokenizer, args)
-            generation.before_sync = lambda: self.generation_step.drain(Engine(self))
-            generation.note, generation.pool.tell = self.answers.note, self._waits
-            Engine(self).connect(generation)
+            generation = HTTPGeneration(self.model, self.accelerator, TRLAdapter(self).tokenizer, args)
+            generation.before_sync = lambda: self.generation_step.finish_prefetch(TRLAdapter(self))
+            generation.note, generation.pool.tell = self.answers.note, self._show_waiting
+            TRLAdapter(self).connect(generation)
         left_out = ""
         if recurring:
             vars(self)["train_dataset"], left_out = self._fitting(train_dataset, "training set")
@@ -235,56 +226,52 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
-        pruning = self.resolved["pruning"]
-        self.prompt_state = make_state(args, dataset, rule, planner, pruning, recurring)
-        writes: Any = None
+        self.prompt_state = make_state(args, dataset, rule, planner, self.resolved["pruning"], recurring)
+        prompt_writer: Any = None
         if args.self_play["instruct"]:
             from .selfplay.online import OnlineInstruction
 
-            writes = OnlineInstruction(args, instruction, dataset, self.accelerator)
-        self.passes = self._passes_over(dataset if writes is None else writes.pool, planner, controller)
-        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=Engine(self).logprob_passes)
-        parts = {"selector": (selector, args.make_selector()), "controller": (controller, args.make_controller())}
-        named = {name: type(own).__name__ for name, (own, usual) in parts.items() if type(own) is not type(usual)}
-        config, sets = self.model.config, {"train_prompts": dataset, "held_out_prompts": self.eval_dataset}
-        run = {
-            "num_processes": self.accelerator.num_processes,
-            "model": config._name_or_path or f"{config.model_type}, {number(self.model.num_parameters())} weights",
-            **{
-                name: len(rows)
-                for name, rows in sets.items()
-                if isinstance(rows, Sized) and not isinstance(rows, dict)
-            },
-        }
-        described, comparing = named | run | self.resolved, Comparing(self.reward_funcs)
-        self.generation_step = GenerationStep(
-            args,
-            self.passes,
-            Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator, comparing),
-            controller,
-            self.prompt_state,
-            selector,
-            make_geometry(args, self.accelerator),
-            self.ledger,
-            Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
-            self.accelerator,
-            writes,
-            ByValue(args.report_by, dataset) if args.report_by else None,
+            prompt_writer = OnlineInstruction(args, instruction, dataset, self.accelerator)
+        self.passes = self._passes_over(dataset if prompt_writer is None else prompt_writer.pool, planner, controller)
+        self.ledger = Ledger(iterations=self.num_iterations, logprob_passes=TRLAdapter(self).logprob_passes)
+        comparing, described = Comparing(self.reward_funcs), self._run_facts(dataset, selector, controller)
+        self.generation_step = BatchPipeline(
+            args=args,
+            passes=self.passes,
+            rounds=Rounds(args, controller, self.passes, self.prompt_state, rule, self.accelerator, comparing),
+            controller=controller,
+            state=self.prompt_state,
+            selector=selector,
+            geometry=make_geometry(args, self.accelerator),
+            ledger=self.ledger,
+            recorder=Recorder(args, described, self.reward_func_names, self.savings, self.accelerator),
+            accelerator=self.accelerator,
+            prompt_writer=prompt_writer,
+            by_value=ByValue(args.report_by, dataset) if args.report_by else None,
         )
 
-    def _waits(self, words: str):
-        """Show what servers are waited for, and with `""` that they are back."""
+    def _run_facts(self, dataset: Any, selector: Selector, controller: RolloutController) -> dict[str, Any]:
+        """Describe the run for its recording, beyond the settings: classes of the user's own, processes, model, sizes of the data."""
+        used = {"selector": selector, "controller": controller}
+        by_settings = {"selector": self.args.make_selector(), "controller": self.args.make_controller()}
+        own = {name: type(part).__name__ for name, part in used.items() if type(part) is not type(by_settings[name])}
+        config, sets = self.model.config, {"train_prompts": dataset, "held_out_prompts": self.eval_dataset}
+        sizes = {name: len(s) for name, s in sets.items() if isinstance(s, Sized) and not isinstance(s, dict)}
+        model = config._name_or_path or f"{config.model_type}, {number(self.model.num_parameters())} weights"
+        return own | {"num_processes": self.accelerator.num_processes, "model": model} | sizes | self.resolved
+
+    def _show_waiting(self, words: str):
+        """Show which servers the training waits for, and with `""` that they are back."""
         if self.is_in_train:
             self.generation_step.recorder.wait(words, self.generation_step.batches_made)
 
     def _passes_over(self, prompts: Any, planner: Planner, controller: RolloutController) -> Passes:
-        """The plans of generation batches over prompts with ids."""
+        """Create the planner of generation batches over prompts with ids."""
         args = self.args
+        # A controller that draws prompts takes them from the stream, also where nothing is pruned
+        from_stream = controller.draws_prompts or args.self_play["instruct"] or args.window > 1
         return Passes(
-            # A controller that draws prompts takes them from the stream, also where nothing is pruned
-            mode="refill"
-            if controller.draws_prompts or args.self_play["instruct"] or args.window > 1
-            else self.resolved["pruning"],
+            mode="refill" if from_stream else self.resolved["pruning"],
             variable_group_size=not is_plain(controller, args.num_generations),
             dataset=prompts,
             planner=planner,
@@ -305,18 +292,18 @@ class LZEGRPOTrainer(GRPOTrainer):
     @property
     def train_dataset(self) -> Dataset | IterableDataset:
         """
-        The training set, with prompt ids. Another one can be assigned between trainings: the next one begins with a pass over it, and
-        what is known of prompts is kept.
+        The training set, with prompt ids. Another one can be assigned between trainings: the next training begins with a pass over it,
+        and what is known of prompts is kept.
         """
         return vars(self)["train_dataset"]
 
     @train_dataset.setter
     def train_dataset(self, dataset: Any):
-        # Differs from transformers: a set that is assigned later is prepared as that of the constructor
+        # Differs from transformers: a training set that is assigned later is prepared like the first one
         vars(self)["train_dataset"] = self._prepared(dataset) if "generation_step" in vars(self) else dataset
 
     def _prepared(self, dataset: Any) -> Dataset | IterableDataset:
-        """Another training set, with prompt ids, over which the next generation batch is planned."""
+        """Prepare another training set, over which the next generation batch will be planned; returns it with prompt ids."""
         if self.is_in_train:
             raise RuntimeError("`train_dataset` cannot be replaced during a training. Assign it before `train()`.")
         if self.args.self_play["instruct"]:
@@ -337,11 +324,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.resolved = resolved
         dataset, step.advice.left_out = self._fitting(dataset, "training set")
         self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
-        step.take_passes(self.passes)
+        step.replace_passes(self.passes)
         return dataset
 
     def _fitting(self, dataset: Any, called: str) -> tuple[Any, str]:
-        """A dataset without prompts that are too long for model or servers, and a sentence on them, see [`Context.fitting`]."""
+        """Leave out prompts that are too long for model or servers; returns the others and a sentence, see [`Context.fitting`]."""
         args, lengths = self.args, [context_of(self.model.config)]
         if args.use_vllm:
             generation: Any = self.vllm_generation
@@ -356,13 +343,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         template = {"tools": self.tools or None, "chat_template": self.chat_template, **given}
         count = token_counter(self.processing_class, **template)
         context = Context(min(filter(None, lengths)), args.max_completion_length or 0, count)
-        dataset, told = context.fitting(dataset, called, on_main)
-        if told and called == "training set":
+        dataset, left_out = context.fitting(dataset, called, on_main)
+        if left_out and called == "training set":
             checks.refuse_too_few(dataset, args)
-        return dataset, told
+        return dataset, left_out
 
     def _used_columns(self, dataset: Any) -> Any:
-        """A training set with what `remove_unused_columns` leaves of it, and its prompt ids."""
+        """Return a training set with the columns that `remove_unused_columns` keeps, and its prompt ids."""
         # The names of a stream may be unknown
         if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
@@ -385,7 +372,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             dataset = self.passes.stream
         elif not self.passes.by_loader:
             dataset = EmptyRows(len(dataset))
-        with altered(self, args=args, train_dataset=dataset) as view:
+        with patched_copy(self, args=args, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
@@ -406,14 +393,14 @@ class LZEGRPOTrainer(GRPOTrainer):
         return self.generation_step.micro_batch()
 
     def _generate(self, prompts: list):
-        # Differs from TRL: a completion may be empty, and metrics take the engine's word for which one is truncated
-        return Engine(self).generated(prompts, super(LZEGRPOTrainer, type(self))._generate)
+        # Differs from TRL: a completion may be empty, and the engine's finish reason decides which one is truncated
+        return TRLAdapter(self).generate(prompts, super(LZEGRPOTrainer, type(self))._generate)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
         # rewards of whole groups are settled; in training that follows when all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        seen = Engine(self).with_prefixes(seen, prompts)
+        seen = TRLAdapter(self).with_prefixes(seen, prompts)
         notes = self.reward_notes if self.model.training else None
         readings: dict[int, list] = {} if notes is None else notes.readings
         readings |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
@@ -422,7 +409,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             answers.warn(inputs, prompts)
 
-        def enter(column: int, read: list[Any]):
+        def note_readings(column: int, read: list[Any]):
             readings[column] = of_all(read, answers.reasons(environments))  # others may fail after the call
 
         def truncated() -> list[bool]:
@@ -430,12 +417,14 @@ class LZEGRPOTrainer(GRPOTrainer):
             return [cut for cut, reason in rows if reason is None]
 
         funcs = [
-            reader(func, partial(enter, i), truncated, self.model.training) if isinstance(func, GroupReward) else func
+            reader(func, partial(note_readings, i), truncated, self.model.training)
+            if isinstance(func, GroupReward)
+            else func
             for i, func in enumerate(self.reward_funcs)
         ]
         names = self.reward_func_names
         funcs = [checked(func, name, notes, answers.reasons) for func, name in zip(funcs, names, strict=True)]
-        with altered(self, reward_funcs=funcs) as view:
+        with patched_copy(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if environments is not None or self.args.over_http:  # whatever a reward model makes of failed completions
             failed = [reason is not None for reason in answers.reasons(environments)]
@@ -447,18 +436,18 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "number, or None where it does not apply."
             )
         if self.group_rewards and not self.model.training:
-            rewards = Engine(self).score_groups_of_evaluation(rewards, readings)
+            rewards = TRLAdapter(self).score_groups_of_evaluation(rewards, readings)
         if self._evaluated is not None and not self.model.training:
             rewards[self._evaluated.begin(rewards.cpu().numpy()) :] = torch.nan
             if (by_value := self.generation_step.by_value) is not None:
-                Engine(self).note_by_value(by_value, inputs, rewards)
+                TRLAdapter(self).note_by_value(by_value, inputs, rewards)
         return rewards
 
     @property
     def _last_loaded_step(self) -> int:
         # Differs from TRL: vLLM has to load the weights if anything has changed them: a step, a callback, the best checkpoint
         current = self.weights_in_vllm is not None and self.weights_in_vllm == fingerprint(self.model)
-        return self.state.global_step if Engine(self).on_all_processes(current) else -1
+        return self.state.global_step if TRLAdapter(self).on_all_processes(current) else -1
 
     @_last_loaded_step.setter
     def _last_loaded_step(self, step: int):
@@ -467,26 +456,26 @@ class LZEGRPOTrainer(GRPOTrainer):
     # ---- The update ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its window have gradients
+        # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its optimizer step have gradients
         # to synchronise
-        engine, step, begin = Engine(self), self.generation_step, time.perf_counter()
+        engine, step, begin = TRLAdapter(self), self.generation_step, time.perf_counter()
         engine.training_mode(model)
         step.prepare(inputs, engine)
         synchronises, logged = self.accelerator.sync_gradients, len(engine.metrics["step_time"])
         with self.ledger.timed("update"):
-            if step.has_rows() or (synchronises and step.window.real_steps):
+            if step.has_rows() or (synchronises and step.accumulation.real_steps):
                 loss = super().training_step(model, inputs, num_items_in_batch)
-                step.window.real_steps += 1
+                step.accumulation.real_steps += 1
             else:
                 loss = torch.zeros((), device=self.args.device)
                 if synchronises:
                     engine.begin_empty_update()
             step.micro_step += 1
-            step.window.micro_steps += 1
-            step.window.seconds += time.perf_counter() - begin
+            step.accumulation.micro_steps += 1
+            step.accumulation.seconds += time.perf_counter() - begin
             del engine.metrics["step_time"][logged:]  # TRL saw neither idle micro-steps nor how the batch was made
             if synchronises:
-                step.end_window(engine)
+                step.end_optimizer_step(engine)
         return loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -497,28 +486,28 @@ class LZEGRPOTrainer(GRPOTrainer):
         def by_trl(view: Any) -> torch.Tensor:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-        return Engine(self).weighted_loss(self.generation_step.window, by_trl, inputs)
+        return TRLAdapter(self).weighted_loss(self.generation_step.accumulation, by_trl, inputs)
 
     # ---- Forecasts ----
 
     @contextmanager
-    def rehearsal(self, **settings: Any) -> Iterator["LZEGRPOTrainer"]:
+    def side_effect_free_copy(self, **settings: Any) -> Iterator["LZEGRPOTrainer"]:
         """
-        A copy of this trainer with other settings and parts of its own, which have seen nothing. What it rolls out and computes
-        leaves no trace in this one.
+        Yield a copy of this trainer with other `settings` and fresh parts. What it rolls out and computes leaves no trace in this one.
         """
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
         own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}}
-        with rehearsal(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
+        with side_effect_free_copy(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
             view._build_parts(args.make_planner(), args.make_controller(), args.make_selector(), None, recurring=True)
             yield view
 
     def forecast(self, num_prompts: int = 128) -> Any:
         """
-        What this training would waste, why, and what each strategy would cost: rolls out some prompts of the training set with
-        `num_generations` completions each, and computes the gradients of one generation batch. The training is not changed:
-        weights, random numbers, memory, and the order of the data stay as they are.
+        Forecast what this training would waste, why, and what the strategies would cost.
+
+        Rolls out some prompts of the training set with `num_generations` completions each, and computes the gradients of one generation
+        batch. The training is not changed: weights, random numbers, memory, and the order of the data stay as they are.
 
         Args:
             num_prompts (`int`, *optional*, defaults to `128`): Prompts to roll out, at least 2.
@@ -537,7 +526,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     # ---- Accounts and records ----
 
     def savings(self) -> dict[str, float]:
-        """Totals of the run, with the FLOPs of the run and of plain GRPO; see [`Ledger`]."""
+        """Return the totals of the run, with the FLOPs of the run and of plain GRPO; see [`Ledger`]."""
         return self.ledger.summary(self._token_cost)
 
     @cached_property
@@ -550,18 +539,18 @@ class LZEGRPOTrainer(GRPOTrainer):
         if not math.isfinite(logs.get("grad_norm", 0.0)):  # with float16, weights may be as they were
             store.refuse_lost_weights(self.model, self.accelerator, self.state.global_step, self.args.output_dir)
         step = self.generation_step
-        if step.generation and not any(name.startswith("eval_") for name in logs):
+        if step.batch_index and not any(name.startswith("eval_") for name in logs):
             logs.update({f"lze/{name}": value for name, value in saving_metrics(self.savings()).items()})
         super().log(logs, start_time)
         # A trainer that has not trained is not the run whose telemetry `output_dir` may hold
-        if self.is_in_train or step.generation:
+        if self.is_in_train or step.batch_index:
             step.recorder.record_step(self.state.global_step, step.batches_made, logs)
             if not (self.is_in_train or self._is_running):
                 step.recorder.close()
 
     def _flush_at_the_end(self):
         step = self.generation_step
-        if step.generation:
+        if step.batch_index:
             step.recorder.advise(step.advice.lines(ended=True))
         step.recorder.flush()
 
@@ -576,7 +565,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             dataloader_num_workers=0, dataloader_persistent_workers=False, dataloader_prefetch_factor=None
         )
         self.accelerator.dataloader_config.dispatch_batches = False
-        with altered(self, args=args) as view:
+        with patched_copy(self, args=args) as view:
             return super(LZEGRPOTrainer, view).get_eval_dataloader(StreamedRows(rows, size))
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any):
@@ -585,13 +574,14 @@ class LZEGRPOTrainer(GRPOTrainer):
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, TrackioCallback):
                 callback.on_train_begin(self.args, self.state, self.control, model=self.model)
-        self.generation_step.drain(Engine(self))  # before a schedule-free optimizer puts its averages into the model
-        self._evaluated = Evaluated(_rows_of(dataloader))
+        # Before a schedule-free optimizer puts its averages into the model
+        self.generation_step.finish_prefetch(TRLAdapter(self))
+        self._evaluated = Evaluated(_row_counter(dataloader))
         try:
             # The loader draws random numbers; without servers, so does TRL's generation, and then as in TRL
             with torch.random.fork_rng(devices=[], enabled=self.args.over_http):
                 output = super().evaluation_loop(dataloader, *args, **kwargs)
-            Engine(self).log_means(self._evaluated)
+            TRLAdapter(self).log_means(self._evaluated)
         finally:
             self._evaluated = None
         return output
@@ -616,9 +606,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
-        for callback in self.callback_handler.callbacks:
-            if type(callback) is TrackioCallback:
-                callback.__class__ = NamedSpace
+        settings = self.args
+        if settings.trackio_static_space_id is None and settings.trackio_space_id is None:
+            settings.trackio_static_space_id = False  # else trackio uploads what it has logged, completions among it
         base = Path(self.model.config._name_or_path or "")
         if hasattr(self.model, "peft_config") and base.is_absolute():
             for adapter in self.model.peft_config.values():  # with which `adapter_config.json` names it
@@ -652,7 +642,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     @contextmanager
     def running(self) -> Iterator[None]:
         """
-        A run, whose telemetry says `finished` once the block has ended: a training, by itself or with what is to be written after it.
+        Mark a run, whose telemetry says `finished` once the block has ended: a training, by itself or with what is written after it.
         A signal ends it as Ctrl-C does, and the process with the status 128 + its number.
 
         Raises:
@@ -688,11 +678,11 @@ class LZEGRPOTrainer(GRPOTrainer):
                     f"`{run_dir}` holds no complete checkpoint to resume from. Start without "
                     "`resume_from_checkpoint`, or name a checkpoint."
                 )
-        self.generation_step.training_begins()
+        self.generation_step.reset_for_training()
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
             self._resume(resume_from_checkpoint)
-        elif self.args.state_from is not None and not self.generation_step.generation:
+        elif self.args.state_from is not None and not self.generation_step.batch_index:
             from .profile.folder import warn_of_others
             from .remote import STATE_FILES, resolve
 
@@ -706,8 +696,8 @@ class LZEGRPOTrainer(GRPOTrainer):
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         finally:
             SIGNALS.waits = False
-            Engine(self).training_ended()
-            self.generation_step.give_up(Engine(self))
+            TRLAdapter(self).training_ended()
+            self.generation_step.cancel_prefetch(TRLAdapter(self))
             self._flush_at_the_end()
         if SIGNALS.received:
             raise Interrupted(128 + SIGNALS.received)
@@ -716,7 +706,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any):
-        # Differs from transformers: one resumed at its end takes no step more, another goes on with the n-th permutation of the seed
+        # Differs from transformers: a run that is resumed at its end takes no further step; pass n has the n-th permutation of the seed
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
             if isinstance(stream := self.passes.stream, StreamedRows):  # only we know where its passes end
                 again = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
@@ -737,15 +727,15 @@ class LZEGRPOTrainer(GRPOTrainer):
             self.control.should_training_stop = True
 
     def _save_checkpoint(self, model, trial):
-        # Differs from TRL: adds the memory of our parts. Written before the rest: the trainer's state, TRL's last file,
-        # vouches for a checkpoint, after which older ones are deleted
+        # Differs from TRL: adds the memory of our parts, before the other files. The trainer's state is the last file: it marks a
+        # complete checkpoint, after which older ones are deleted
         store.refuse_lost_weights(self.model, self.accelerator, self.state.global_step, self.args.output_dir)
         directory = f"{self.args.output_dir}/checkpoint-{self.state.global_step}"
         with store.disk_errors(directory, self.args.output_dir, self.resume_command):
-            if self.args.should_save:  # one that is there already is incomplete from here on
+            if self.args.should_save:  # an existing checkpoint of this step is incomplete from here on
                 Path(directory, TRAINER_STATE_NAME).unlink(missing_ok=True)
             self.accelerator.wait_for_everyone()
-            self.generation_step.drain(Engine(self))
+            self.generation_step.finish_prefetch(TRLAdapter(self))
             if rows := self.generation_step.rows_left():
                 store.save(directory, self._rows_name, rows, {})
             self.generation_step.recorder.flush()  # a resumed run does not record it again
@@ -755,7 +745,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             super()._save_checkpoint(model, trial)
 
     def _resume(self, checkpoint: str):
-        """Our parts continue from a checkpoint."""
+        """Let our parts continue from a checkpoint."""
         if store.load_parts(checkpoint, self._parts)["mid_batch"]:
             self.generation_step.load_rows(store.load(checkpoint, self._rows_name)[0])
 
@@ -775,9 +765,9 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @property
     def _described(self) -> dict[str, Any]:
-        """What a checkpoint says of this run."""
+        """Settings of this run that a checkpoint records, and a resumed run must share."""
         args, planner, controller = self.args, self.passes.planner, self.generation_step.controller
-        own = type(planner) is not type(args.make_planner())  # an object that was passed to the trainer
+        own = type(planner) is not type(args.make_planner())  # was passed to the trainer
         return {
             "num_processes": args.world_size,
             **{name: vars(args)[name] for name in store.OF_ROWS},

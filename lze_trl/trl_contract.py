@@ -1,4 +1,4 @@
-"""What this package takes for granted about TRL and transformers, and the check that the installed releases still have it."""
+"""The private names of TRL and transformers that this package uses, and a check that the installed releases still have them."""
 
 import functools
 import inspect
@@ -25,7 +25,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "model epoch train_dataloader steps_in_epoch num_update_steps_per_epoch trial ignore_keys_for_eval start_time "
         "resume_from_checkpoint epochs_trained steps_trained_in_current_epoch",
     ),
-    # Called, or answered on a copy of the trainer
+    # Called, or replaced on a copy of the trainer
     "_remove_unused_columns": ("dataset description",),
     "_generate": ("prompts",),
     "_generate_and_score_completions": ("inputs",),
@@ -48,14 +48,14 @@ STATE = {
 """Private attributes of TRL's trainer."""
 
 OF_MODELS = ("_get_logits_processor",)
-"""Private methods of transformers' models, to see what tokens are sampled from. A model without one has no log-probabilities."""
+"""Private methods of transformers' models, by which we see the scores that tokens are sampled from. Optional."""
 
 PRIVATE = (*METHODS, *STATE, *OF_MODELS)
 """All private names that this package touches."""
 
 
 def changes() -> Iterator[str]:
-    """What the installed TRL has otherwise than every supported release, one sentence each."""
+    """Yield a sentence on each difference of the installed TRL from every supported release."""
     for name, forms in METHODS.items():
         method: Callable | None = getattr(GRPOTrainer, name, None)
         if method is None:
@@ -71,13 +71,13 @@ def changes() -> Iterator[str]:
 
 
 def _fits(found: list[inspect.Parameter], form: list[str]) -> bool:
-    """Whether parameters are those of a form, perhaps with further ones after them that may be left out."""
+    """Tell whether parameters are those of a form, possibly followed by optional ones."""
     further = found[len(form) :]
     return [p.name for p in found[: len(form)]] == form and all(p.default is not p.empty for p in further)
 
 
 def _names_in_code(cls: type) -> set[str]:
-    """Names of attributes that the methods of a class read or set."""
+    """Collect the names of attributes that the methods of a class read or set."""
     functions = [inspect.unwrap(value) for value in vars(cls).values() if inspect.isroutine(value)]
     return {name for function in functions if hasattr(function, "__code__") for name in function.__code__.co_names}
 
@@ -88,19 +88,19 @@ def check_releases():
     Check the installed TRL and transformers, once a process: newer releases that fit are used with a warning.
 
     Raises:
-        ImportError: One has changed what this package builds on.
+        ImportError: A private name that this package uses has changed.
     """
     newer = [name for name, newest in NEWEST.items() if Version(version(name)).release[:2] > Version(newest).release]
-    told = " and ".join(f"{name} {version(name)}" for name in NEWEST)
+    installed = " and ".join(f"{name} {version(name)}" for name in NEWEST)
     if changed := "; ".join(changes()):
         tested = " and ".join(f"{name} {newest}" for name, newest in NEWEST.items())
         pins = " ".join(f"'{name}=={newest}.*'" for name, newest in NEWEST.items())
         raise ImportError(
-            f"`LZEGRPOTrainer` overrides parts of TRL that {told} has changed: {changed}. The newest releases that work are {tested}: "
+            f"`LZEGRPOTrainer` overrides parts of TRL that {installed} has changed: {changed}. The newest releases that work are {tested}: "
             f"pip install {pins}"
         )
     if newer:
         logger.warning(
             "%s: newer than what lze_trl was tested with (%s). What it builds on is unchanged, so the run goes on.",
-            *(told, ", ".join(f"{name} {NEWEST[name]}" for name in newer)),
+            *(installed, ", ".join(f"{name} {NEWEST[name]}" for name in newer)),
         )

@@ -80,7 +80,7 @@ class FixedTrainer(LZEGRPOTrainer):
     def _generate(self, prompts):
         output = super()._generate(prompts)
         if self.model.training:
-            note = {"generation": self.generation_step.generation, "step": self.state.global_step}
+            note = {"generation": self.generation_step.batch_index, "step": self.state.global_step}
             note["weights"] = sum(float(weights.detach().double().sum()) for weights in self.model.parameters())
             count = self.reward_notes.num_rows  # without rows that only even out processes
             note["rows"] = list(zip(gather_object(prompts[:count]), gather_object(output[1][:count]), strict=True))
@@ -88,7 +88,7 @@ class FixedTrainer(LZEGRPOTrainer):
         return output
 
     def _select(self, drawn, wanted):
-        chosen, generation = self._choose(drawn, wanted), self.generation_step.generation
+        chosen, generation = self._choose(drawn, wanted), self.generation_step.batch_index
         note = {"generation": generation, "groups": len(drawn.prompts)}
         note["prompts"] = len({prompt for prompt, _ in self.rounds_of(generation)[0]["rows"]})
         note["chosen"] = [self.prompts[prompt_id] for prompt_id in drawn.prompt_ids[chosen].tolist()]
@@ -104,8 +104,8 @@ class FixedTrainer(LZEGRPOTrainer):
             )
             if completion:  # else it only keeps the processes in step
                 rows.append([self._tokenizer.decode(prompt), completion, float(inputs["advantages"][row])])
-        self.normalisers[self.generation_step.generation] = float(inputs["num_items_in_batch"])
-        self.micro_batches.append({"generation": self.generation_step.generation - 1, "rows": rows})
+        self.normalisers[self.generation_step.batch_index] = float(inputs["num_items_in_batch"])
+        self.micro_batches.append({"generation": self.generation_step.batch_index - 1, "rows": rows})
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def rounds_of(self, generation: int) -> list[dict]:
@@ -120,7 +120,7 @@ class FixedTrainer(LZEGRPOTrainer):
     def digest(self, prompt: tuple[int, ...], place: int) -> bytes:
         """Numbers for the completion of a prompt at a place in its group."""
         text = self._tokenizer.decode(list(prompt))
-        return hashlib.sha256(f"{text}|{place}|{self.generation_step.generation}".encode()).digest()
+        return hashlib.sha256(f"{text}|{place}|{self.generation_step.batch_index}".encode()).digest()
 
     def complete(self, prompt: tuple[int, ...], place: int) -> list[int]:
         """That completion."""
@@ -129,8 +129,8 @@ class FixedTrainer(LZEGRPOTrainer):
         return completion if digest[6] % 2 else [*completion[:4], self._tokenizer.eos_token_id]
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._places[0] != self.generation_step.generation:
-            self._places = (self.generation_step.generation, Counter())
+        if self._places[0] != self.generation_step.batch_index:
+            self._places = (self.generation_step.batch_index, Counter())
         _, places = self._places
         wanted = [tuple(ids) for ids in prompt_ids[: self.reward_notes.num_rows if self.model.training else None]]
         completions = []

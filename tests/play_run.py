@@ -56,7 +56,7 @@ def trainer(directory: Path, output_dir: Path, **settings) -> LZEGRPOTrainer:
 
 def record(made: LZEGRPOTrainer) -> dict:
     """The pool of a trainer, in numbers that JSON can hold."""
-    part = made.generation_step.instruction
+    part = made.generation_step.prompt_writer
     own = {"rounds": part.writer.rounds, "rejected": dict(part.writer.rejected), "left": len(made.passes.stream)}
     return {"pool": part.pool.rows.reset_index().to_dict("list"), **own}
 

@@ -15,7 +15,7 @@ import nodes_run
 import tiny
 from benchmarks.environment import RESPONSE
 from launches import gap, on_processes
-from lze_trl.engine import Engine
+from lze_trl.engine import TRLAdapter
 from lze_trl.memory.identity import ID_COLUMN
 from lze_trl.record import open_run
 from lze_trl.rollout.rounds import Rounds
@@ -100,7 +100,7 @@ def begun_early(server) -> int:
 )
 def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "waits_for", "the test")
+        patch.setattr(TRLAdapter, "why_rounds_are_synchronous", "the test")
         in_rounds = told(train(tmp_path / "rounds", [serve()], **settings))
     slow = serve(delays=(0.0, 0.3))
     assert_same(told(train(tmp_path / "slow", [slow], **settings)), in_rounds)
@@ -167,7 +167,7 @@ def test_rewards_learn_that_the_chat_template_begins_the_thinking(serve, tmp_pat
 
 
 def test_without_servers_on_a_gpu_each_round_is_a_pass_and_that_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Engine, "waits_for", "each is a pass")
+    monkeypatch.setattr(TRLAdapter, "why_rounds_are_synchronous", "each is a pass")
     tiny.run(tmp_path, strategy="gate", controller_kwargs={"control": 0.0}, max_steps=3)
     assert sum("slowest completion of each round: each is a pass." in line for line in caplog.messages) == 1
 
@@ -181,10 +181,10 @@ def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before
         for result in list(engine._trainer.vllm_generation._under_way.values()):
             result.result()  # before the update begins: no two things at a time
 
-    start = Engine.start
+    start = TRLAdapter.prefetch
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "waits_for", "the test")
-        patch.setattr(Engine, "start", completed_at_once)
+        patch.setattr(TRLAdapter, "why_rounds_are_synchronous", "the test")
+        patch.setattr(TRLAdapter, "prefetch", completed_at_once)
         reference = told(train(tmp_path / "reference", [serve()], overlap="one_step"))
     slow = [serve(delays=(0.0, 0.2)), serve(delays=(0.0, 0.05), restart_every=9)]
     overlapped = train(tmp_path / "overlapped", slow, overlap="one_step")
@@ -202,7 +202,7 @@ def test_without_a_lag_overlap_is_the_run_without(serve, tmp_path, monkeypatch):
 
     def begin_and_start(rounds, plan, engine, generation):
         pending = begin(rounds, plan, engine, generation)
-        engine.start(pending.request, pending.ahead)
+        engine.prefetch(pending.request, pending.ahead)
         return pending
 
     begin = Rounds.begin

@@ -201,7 +201,7 @@ def test_prompts_that_begin_alike_are_told_apart():
 def test_rows_under_the_pointer_keep_their_places(runs):
     with gr.Blocks():
         made = page._Page(RunBook([str(runs / "a")]))
-    given = {"run": "a", "state": "all", "search": "", "orders": {}, "prompt": "", "visit": ""}
+    given = {"run": "a", "state": "all", "search": "", "orders": {}, "prompt": "", "first": "", "visit": ""}
 
     def keys(**changes):
         return re.findall('data-row="(.*?)"', made._show_prompts(made.book.open("a"), given | changes)[made.table])
@@ -210,10 +210,13 @@ def test_rows_under_the_pointer_keep_their_places(runs):
     assert usual == open_run(runs / "a").prompts().prompt_id.astype(str).tolist()
     held = usual[::-1][:5]
     assert keys(held=held) == held + [key for key in usual if key not in held]
-    assert (
-        "No prompt has all of: &lt;b&gt;"
-        in made._show_prompts(made.book.open("a"), given | {"held": [], "search": "<b>"})[made.table]
-    )
+    nothing = made._show_prompts(made.book.open("a"), given | {"held": [], "search": "<b>"})
+    assert "No prompt has all of: &lt;b&gt;" in nothing[made.table] and nothing[made.first] == ""
+    # The prompt that opens by itself stays while its row moves, and gives way to one that is chosen
+    last = made._show_prompts(made.book.open("a"), given | {"held": held, "first": usual[0]})
+    assert last[made.first] == usual[0] and f'data-copy="{usual[0]}"' in last[made.detail]
+    last = made._show_prompts(made.book.open("a"), given | {"held": held, "first": usual[0], "prompt": usual[3]})
+    assert f'data-copy="{usual[3]}"' in last[made.detail]
 
 
 def test_final_values_are_compared_with_the_first_run(runs):
@@ -264,7 +267,7 @@ def test_prompts_that_cost_without_a_pass(tmp_path):
     )
     tokens = run.groups().groupby("prompt_id").completion_tokens.sum()
     assert row["share"] == row["all_share"] == pytest.approx(tokens[row["prompt_id"]] / tokens.sum())
-    told = "1 prompts had no pass in their latest 3 visits or more: 3 visits, 12 completions"
+    told = "1 prompt had no pass in their latest 3 visits or more: 3 visits, 12 completions"
     assert told in views.stuck(run) and f'data-row="{row["prompt_id"]}"' in views.stuck(run)
 
 
@@ -283,7 +286,7 @@ def test_a_run_says_what_it_was_made_of_without_secrets(tmp_path, monkeypatch):
 def test_every_explained_word_is_shown_somewhere(runs, tmp_path):
     run = open_run(runs / "a")
     frame = run.prompts()
-    pages = views.overview(run) + views.prompts(run, frame, len(frame))
+    pages = views.cards(run) + views.prompts(run, frame, len(frame))
     pages += views.prompt_detail(run, int(frame.prompt_id[0])) + views.table("runs", views.run_table({"a": run}))
     texts = set(re.findall(r'<(?:div|th|span)[^>]* title="([^"]+)"', pages))
     only_elsewhere = {"held-out accuracy", "held-out reward", "mean outcome", "problems"}
@@ -344,6 +347,18 @@ def test_prompts_that_a_gate_stopped_stay_in_their_state_and_unseen_ones_are_cou
     assert shares.loc[1].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3])
 
 
+def test_forecasts_of_new_prompts_are_set_against_what_came_of_them(runs, tmp_path):
+    settings = {"strategy": "exact", "prompt_features": "text", "telemetry": True, "max_steps": 6}
+    tiny.run(tmp_path, dataset=tiny.prompts(40), **settings)
+    run, title = open_run(tmp_path), "New prompts: forecast and truth"
+    shown = shown_lines(charts.overview(run))[title]["share of live groups"]
+    first = run.groups().query("visits == 1")
+    assert len(first) == sum(shown.text) == 18
+    assert np.dot(shown.text, shown.y) == pytest.approx((~first.dead).sum())
+    assert np.dot(shown.text, shown.x) == pytest.approx(first.forecast.sum())
+    assert title not in shown_lines(charts.overview(open_run(runs / "a")))  # which forecasts nothing
+
+
 def test_rewards_are_drawn_one_by_one_with_their_range_and_held_out_beside_them(tmp_path):
     writer = TelemetryWriter(tmp_path, Meta({"num_generations": 4}, ["right"]))
     writer.record(graded_record(0, [(0, 1, 1, 1), (0, 0, 0, 1)], ["", ""]))
@@ -373,7 +388,7 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
 def test_accuracy_means_held_out_accuracy(runs, tmp_path):
     run = open_run(runs / "a")
     assert outcome_name(run) == "pass rate"
-    html = views.overview(run)
+    html = views.cards(run)
     assert "accuracy" not in html.lower().replace("accuracy_reward", "")  # but in the name of a reward
     # One completion of five is half right
     record = next(SyntheticTraining(num_prompts=4, groups_per_batch=3, group_size=5).generations(1))

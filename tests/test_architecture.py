@@ -55,12 +55,12 @@ ROOMS = {
     "engine": "batch checks evaluation memory names pack rewards rollout select",
     "build": "batch config memory pack plan rollout select",
     "forecast": "batch engine memory record rollout",
-    "profile": "batch checkpoint claim engine files fingerprint forecast memory plan record redaction rollout seeding",
+    "profile": "batch checkpoint claim engine files fingerprint forecast memory plan record redaction rollout seeding servers",
     "step": "batch engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks claim config engine fingerprint forecast hub selfplay memory names plan profile prompt_checks record "
     "remote rollout select servers signals step trl_contract",
     "job": "app checkpoint checks claim config data evaluation files forecast hub names profile prompt_checks record redaction rewards rollout "
-    "selfplay settings signals strategies trainer version",
+    "select selfplay settings signals strategies trainer version",
 }
 PURE = (
     "batch seeding select.energy select.selectors select.advantages memory.state memory.posterior memory.foresight memory.unseen "

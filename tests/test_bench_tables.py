@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from bench_samples import RESULTS, result
-from benchmarks import demo_seeds, suite, where
+from benchmarks import demo_seeds, profiled, suite, where
+from benchmarks.sections import sort_results
 from benchmarks.settings import BenchError
 from benchmarks.strategies import STRATEGIES
 from benchmarks.tasks import TASKS
@@ -29,12 +30,12 @@ def test_a_report_of_kept_results_is_the_kept_one(tmp_path, name, monkeypatch):
         assert (kept / file).read_text() == (RESULTS / name / file).read_text()
 
 
-def test_the_table_of_the_demo_and_that_of_the_readme_are_those_of_its_kept_runs():
+def test_the_table_of_the_demo_and_that_of_the_lab_notes_are_those_of_its_kept_runs():
     kept = ROOT / "benchmarks" / "results" / "demo"
     table = demo_seeds.markdown(demo_seeds.read_results(kept))
     assert (kept / "tables.md").read_text() == table + "\n"
-    readme = (ROOT / "README.md").read_text()
-    assert all(line in readme for line in [line for line in table.splitlines() if line.startswith("|")][2:])
+    notes = (ROOT / "docs" / "lab" / "results.md").read_text()
+    assert all(line in notes for line in [line for line in table.splitlines() if line.startswith("|")][2:])
 
 
 def test_a_report_without_a_baseline_is_refused(tmp_path):
@@ -103,6 +104,18 @@ def test_runs_that_were_evaluated_more_often_are_compared_at_the_evaluations_of_
     assert [row[4] for row in rows.values()] == ["0.700", "0.600"] and "every 3 steps" in text
     in_bfloat16 = TASKS["addition"].training | {"bf16": True}
     assert "every 3" not in report([often, result("gate", 0, [0.1, 0.4, 0.6], every=3, training=in_bfloat16)])[0]
+
+
+def test_a_profile_is_paid_by_those_that_begin_with_it():
+    results = [result("grpo", 0, [0.1, 0.5]), result("gate", 0, [0.1, 0.5], 128)]
+    results += [result(name, 0, [0.1, 0.6], 128) for name in ("gate_profiled", "grpo_kept")]
+    results[3]["prompts"] = results[0]["prompts"] | {"trained on": 7}
+    sections, _ = sort_results(results)
+    rows = [line.strip("| ").split(" | ") for line in profiled.markdown(sections).splitlines()[-4:]]
+    whole = results[0]["prompts"]["trained on"] * 8 / results[0]["curve"][-1]["rows_rolled_out"]
+    paid = [f"{0.5 + share * whole:.2f}" for share in (0.0, 0.25, 1.0)]
+    assert [row[0] for row in rows] == titles("grpo", "gate", "grpo_kept", "gate_profiled")
+    assert [row[4].strip() for row in rows[:2]] == ["1.00", "0.50"] and [row[4:] for row in rows[2:]] == [paid, paid]
 
 
 def test_points_are_where_plain_grpos_dead_groups_were_counted(tmp_path):

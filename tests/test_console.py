@@ -25,7 +25,7 @@ def test_lines_summary_and_report_are_shown_by_default(tmp_path, capsys):
     lines = shown.splitlines()
     steps = [" ".join(line.partition("reward")[0].split()) for line in lines if line.startswith("step")]
     assert steps == ["step 0 held-out", "step 1", "step 2", "step 2 held-out"]
-    for beginning in ("Rolled out: ", "Trained on: ", "FLOPs, of ", "Visits skipped: ", "Held-out reward (sampled): "):
+    for beginning in ("learning: ", "wasted: ", "saved: "):
         assert sum(line.startswith(beginning) for line in lines) == 1
     assert f"report:    {tmp_path / 'report' / 'report.html'}" in shown
     assert "2 generation batches" in (tmp_path / "report" / "report.html").read_text()  # the last one as well
@@ -92,4 +92,4 @@ def test_one_setting_leaves_what_transformers_shows(tmp_path, capsys, quiet, cal
     assert trainer.summary is None
     assert any(type(used) is callback for used in trainer.callback_handler.callbacks)
     assert "'reward':" in shown
-    assert "Rolled out" not in shown and not any(line.startswith("step ") for line in shown.splitlines())
+    assert "saved: " not in shown and not any(line.startswith("step ") for line in shown.splitlines())

@@ -21,7 +21,7 @@ FENCE = re.compile(r"^(?:<!-- not run: (\w+) -->\n)?```(\w*)\n(.*?)^```$", re.M 
 ON_CPU = ["--bf16", "false", "--use_cpu", "true"]
 
 # Pages whose Python has a test of its own, which knows what must come of it
-OWN_TESTS = {"README.md", "docs/agents.md", "docs/choosing.md", "docs/migrate.md"}
+OWN_TESTS = {"README.md", "docs/agents.md", "docs/strategies.md", "docs/migrate.md"}
 
 
 def blocks_of(page: str, language: str) -> list[str]:

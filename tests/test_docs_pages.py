@@ -44,16 +44,16 @@ def test_the_script_of_the_readme_trains_and_ends_with_a_report(tmp_path, monkey
     assert (tmp_path / "runs/sums/report/report.html").is_file()
 
 
-def test_the_own_selector_of_the_readme(tmp_path):
+def test_the_own_selector_of_the_strategy_reference(tmp_path):
     names = {}
-    exec(example("README.md", "class Frontier"), names)
+    exec(example("docs/strategies.md", "class Frontier"), names)
     trainer = tiny.run(tmp_path, trainer={"selector": names["Frontier"]()}, selection_ratio=0.34)
     assert trainer.ledger.groups_trained == 3
 
 
-def test_the_own_controller_of_the_page_about_choosing(tmp_path):
+def test_the_own_controller_of_the_strategy_reference(tmp_path):
     own = {"args": tiny.config(tmp_path / "run", selection_ratio=0.67), "reward": tiny.digit_reward}
-    trainer = result(example("docs/choosing.md"), **given(tmp_path) | own)
+    trainer = result(example("docs/strategies.md", "class Curriculum"), **given(tmp_path) | own)
     assert trainer.state.global_step == 3
     sizes = [logs["lze/group_size"] for logs in trainer.state.log_history if "lze/group_size" in logs]
     # About one completion in seven passes, so some prompts get a second chance, of 4 completions

@@ -1,6 +1,5 @@
 """What cannot work is refused early, with the setting and what to do; nothing that was paid for is lost."""
 
-import json
 import shutil
 import signal
 
@@ -12,10 +11,8 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 
 import tiny
-from launches import fork
 from lze_trl.checkpoint import CheckpointError
 from lze_trl.data import PromptStyle
-from lze_trl.job.train import main as job
 from lze_trl.plan.planners import SolvedPlanner
 from lze_trl.record import open_run
 from lze_trl.rewards import MajorityReward
@@ -245,35 +242,3 @@ def test_an_interrupted_script_says_how_to_go_on(tmp_path, caplog):
     resumed = make(tmp_path, telemetry=True, **SAVED)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 3
-
-
-STOPPING = """
-import os, signal
-from pathlib import Path
-import tiny
-
-def impatient(completions, trainer_state, **kwargs):
-    if trainer_state.global_step == 2 and not Path("stopped").exists():
-        Path("stopped").touch()
-        os.killpg(0, signal.SIGINT)
-    return tiny.even_length_reward(completions)
-"""
-
-
-def test_ctrl_c_ends_the_job_with_one_line_and_it_goes_on(tmp_path, monkeypatch):
-    (tmp_path / "stopping.py").write_text(STOPPING)
-    own = {"reward_funcs": ["stopping.impatient"], "save_steps": 1, "output_dir": "run"}
-    tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12) | own)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for more, status in (([], 130), (["--resume_from_checkpoint", "auto"], 0)):
-        log = tmp_path / f"{status}.txt"
-        process = fork(log, {}, job, ["--config", "recipe.yaml", *more])
-        process.join(timeout=300)
-        assert process.exitcode == status, log.read_text()
-        if status == 130:
-            lines = [line for line in log.read_text().splitlines() if "Stopped" in line or "Traceback" in line]
-            assert len(lines) == 1
-            assert lines[0].endswith("`run/checkpoint-2`: the same command with `--resume_from_checkpoint auto`.")
-    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
-    assert state["global_step"] == state["max_steps"]

@@ -159,7 +159,7 @@ def test_a_forecast_changes_nothing_of_the_training(tmp_path, settings):
     before = random_numbers(), json.dumps(other.state.__dict__, default=str)
     assert len(other.forecast(7).sample) == 7
     assert before == (random_numbers(), json.dumps(other.state.__dict__, default=str))
-    assert other.generation_step.generation == len(other.prompt_state) == other.ledger.rows_rolled_out == 0
+    assert other.generation_step.batch_index == len(other.prompt_state) == other.ledger.rows_rolled_out == 0
     assert all(parameter.grad is None for parameter in other.model.parameters())
     assert not (tmp_path / "forecast" / "telemetry").exists()
     other.train()
@@ -269,9 +269,9 @@ def test_no_logs_and_damaged_ones_are_worded(tmp_path):
 
 def test_a_recipe_is_forecast_from_the_command_line(tmp_path, capsys):
     cli.main(["forecast", tiny.recipe(tmp_path, **tiny.job(tmp_path, train=12)), "--num_prompts", "6", "--seed", "3"])
-    out = capsys.readouterr().out
-    assert "6 groups of 4 completions" in out
-    assert "R : U =" in out
+    shown = capsys.readouterr()
+    assert "6 groups of 4 completions" in shown.out and "R : U =" in shown.out
+    assert "Loading libraries" in shown.err
     assert not (tmp_path / "run" / "telemetry").exists()
     with pytest.raises(SystemExit, match="takes no flags of a recipe, got --seed 3"):
         cli.main(["forecast", str(tmp_path), "--seed", "3"])

@@ -169,7 +169,7 @@ def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_s
     assert server.private == {"me/model": True, "me/model-run": True}
     model, run = tmp_path / "server/me/model", tmp_path / "server/me/model-run"
     card = (model / "README.md").read_text()
-    for part in ("Trained where it learns", "selection_ratio", "Savings", "- learning: "):
+    for part in ("Trained where it learns", "selection_ratio", "- learning: ", "- saved: "):
         assert part in card, part
     assert 'pipeline("text-generation", model="me/model"' in card and "# Model Card for model" in card
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in model.iterdir()}

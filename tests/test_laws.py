@@ -348,7 +348,7 @@ def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    assert trainer.generation_step.generation == whole.generation_step.generation
+    assert trainer.generation_step.batch_index == whole.generation_step.batch_index
     assert distance(trainer, whole) == 0.0
 
 

@@ -190,7 +190,7 @@ class WithOneReward(MajorityReward):
     ("majority", "message"),
     [
         (WithoutBallots(), "`majority_reward.read` returned 0 readings for 12 completions"),
-        (WithOneReward(), "settle` returned 1 rewards for a group of 4 completions"),
+        (WithOneReward(), "score_group` returned 1 rewards for a group of 4 completions"),
     ],
 )
 def test_a_reward_that_loses_completions_is_refused(tmp_path, majority, message):

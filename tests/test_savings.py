@@ -10,8 +10,8 @@ from lze_trl.app import views
 from lze_trl.app.report import write_report
 from lze_trl.hub import model_card_section
 from lze_trl.record import open_run
-from lze_trl.record.console import summary_lines
-from lze_trl.record.ledger import TAUGHT_NOTHING, against_plain, headline, skipped_visits
+from lze_trl.record.cards import saved
+from lze_trl.record.ledger import TAUGHT_NOTHING, against_plain
 from lze_trl.record.numbers import percent
 
 
@@ -66,19 +66,18 @@ def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kin
         assert name.endswith(("seconds", "skipped_updates")) or recorded[name] == totals[name], name
 
     report = write_report(directory).read_text(encoding="utf-8")
-    app = views.overview(open_run(directory))
+    app = views.cards(open_run(directory))
     assert "nan" not in plain_text(app).lower().replace("nano", "")  # also where pruning left batches empty
     for page in (plain_text(report), plain_text(app), model_card_section(directory)):
-        assert headline(totals).partition(" Time")[0] in page  # a recording ends before the last update
-        assert skipped_visits(totals) in page
+        for note in saved(totals).notes:  # a recording ends before the last update, whose time it lacks
+            assert re.sub(r", [\d.]+ min .*", "", note) in page
     card = plain_text(re.search(r'data-card="saved"[^>]*>(.*?)</div>', app, re.S)[1])
-    saved = 1.0 - works[-1].ratio
-    assert times["total"] in card and f"{percent(abs(saved))} {'saved' if saved >= 0 else 'more'}" in card
+    rest = 1.0 - works[-1].ratio
+    assert times["total"] in card and f"{percent(abs(rest))} {'saved' if rest >= 0 else 'more'}" in card
+    skipped = totals["visits_skipped"]
+    assert (f"pruning left {skipped:,.0f} visits out" in card) == bool(skipped)
     (row,) = views.run_table({"run": open_run(directory)}).to_dict("records")
     assert f"{row['cost ×']:.2f} ×" == times["total"]
-
-    shown = summary_lines(totals, {"held-out reward": {"before": None, "after": None}})
-    assert headline(totals) in shown and skipped_visits(totals) in shown
 
     steps = open_run(directory).steps()  # as trackers get them
     expected = {f"{work.name}_vs_plain": work.ratio for work in works if work.name != "logprobs"}
@@ -100,7 +99,7 @@ def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys):
     directory = tmp_path / "run"
     trainer = train(directory, reward_funcs=all_solved, strategy="exact", max_steps=6, summary=True)
     shown, run = [capsys.readouterr().out, model_card_section(directory)], open_run(directory)
-    shown += map(plain_text, (write_report(directory).read_text(), views.standing(run) + views.overview(run)))
+    shown += map(plain_text, (write_report(directory).read_text(), views.standing(run) + views.cards(run)))
     assert all(TAUGHT_NOTHING in text for text in shown)
     assert not re.search(r"\d ×", "\n".join([*shown, views.run_table({"run": run}).to_string()]))
     assert not [name for name in run.steps() if name.endswith("_vs_plain")]

@@ -93,7 +93,7 @@ def test_new_prompts_come_first_and_are_retired_after_their_visits():
 
 def test_the_policy_writes_what_it_is_trained_on(model, tmp_path):
     trainer = train(model, tmp_path / "run")
-    part = trainer.generation_step.instruction
+    part = trainer.generation_step.prompt_writer
     rows = part.pool.rows
     assert (rows["visits"].sum(), rows["visits"].max()) == (15, 1)  # 5 batches of 3, each once
     texts = rows["text"].tolist()
@@ -123,7 +123,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
     resumed = train(model, tmp_path / "resumed", str(tmp_path / "whole" / "checkpoint-2"), **saving)
     assert json.dumps(play_run.record(resumed)) == json.dumps(play_run.record(whole))
     assert same(whole, resumed)
-    part = resumed.generation_step.instruction
+    part = resumed.generation_step.prompt_writer
     assert len(part.writer.known._rows) == 2 + len(part.pool)
 
 
@@ -139,7 +139,7 @@ def test_writing_draws_nothing_from_the_random_numbers_of_the_training(model, tm
     # The same problems by a generator, which uses no model: completions are sampled as before
     sampled = {"rollout_func": None, "reward_weights": [0.0, 1.0], "self_play": {"requests": 1}}
     first = train(model, tmp_path / "first", **sampled)
-    texts = iter(first.generation_step.instruction.pool.rows["text"])
+    texts = iter(first.generation_step.prompt_writer.pool.rows["text"])
     second = train(model, tmp_path / "second", instruction=instruction(lambda *shown: [next(texts)]), **sampled)
     assert same(first, second)
     assert not same(first, play_run.trainer(model, tmp_path / "untrained"))

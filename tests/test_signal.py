@@ -11,7 +11,7 @@ from trl import GRPOTrainer
 import tiny
 from lze_trl import LZEGRPOTrainer
 from lze_trl.batch import differ
-from lze_trl.engine import altered
+from lze_trl.engine import patched_copy
 from samples import NAN
 from test_laws import distance, moved
 from tiny import even_length_reward
@@ -129,7 +129,7 @@ def advantages_of_trl(trainer: LZEGRPOTrainer, rewards: torch.Tensor) -> np.ndar
     rows = [[5, 6]] * len(rewards)
     generated = rows, rows, None, [None] * len(rows), None, {}, None, []
     trainer._logs["advantages"].clear()
-    with altered(trainer, _generate=lambda prompts: generated, _calculate_rewards=lambda *args: rewards) as view:
+    with patched_copy(trainer, _generate=lambda prompts: generated, _calculate_rewards=lambda *args: rewards) as view:
         GRPOTrainer._generate_and_score_completions(view, [{"prompt": "1+1="}] * len(rows))
     return np.array(list(trainer._logs["advantages"]))
 

@@ -223,6 +223,7 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path, way, number, 
     assert state(tmp_path) == "interrupted"
     told = (tmp_path / "log.txt").read_text()
     assert told.count("Stopped. ") == 1 and "Traceback" not in told
+    assert "the same command with `--resume_from_checkpoint auto`" in told
 
 
 @pytest.mark.slow

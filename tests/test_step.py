@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 
-from lze_trl.engine import Engine
+from lze_trl.engine import TRLAdapter
 from tiny import make, run
 
 
@@ -17,7 +17,7 @@ def memory(trainer) -> dict:
 def test_only_finish_remembers_and_communicates(tmp_path, monkeypatch, strategy):
     trainer = run(tmp_path, strategy=strategy, max_steps=2)
     trainer.model.train()
-    step, engine = trainer.generation_step, Engine(trainer)
+    step, engine = trainer.generation_step, TRLAdapter(trainer)
     rows = [dict(trainer.train_dataset[i]) for i in (3, 5, 7) for _ in range(4)]
     given = copy.deepcopy(rows)
     plan, before = step.passes.plan(rows), memory(trainer)
@@ -25,7 +25,7 @@ def test_only_finish_remembers_and_communicates(tmp_path, monkeypatch, strategy)
         for name in ("gather", "reduce", "wait_for_everyone"):
             patch.setattr(trainer.accelerator, name, lambda *args, name=name: pytest.fail(f"begin called {name}"))
         planned = copy.deepcopy(plan)
-        pending = step.rounds.begin(plan, engine, step.generation)
+        pending = step.rounds.begin(plan, engine, step.batch_index)
     np.testing.assert_equal(memory(trainer), before)
     np.testing.assert_equal(vars(plan), vars(planned))
     batch = step.finish(pending, engine)
@@ -36,7 +36,7 @@ def test_only_finish_remembers_and_communicates(tmp_path, monkeypatch, strategy)
 
 def test_a_new_column_goes_all_the_way(tmp_path, monkeypatch):
     """A number and an object for each completion, made with it: no other module knows of them."""
-    finish = Engine.finish
+    finish = TRLAdapter.generate_and_score
 
     def with_columns(self, *args):
         held, numbers, rewards = finish(self, *args)
@@ -44,7 +44,7 @@ def test_a_new_column_goes_all_the_way(tmp_path, monkeypatch):
         numbers["first_token"] = np.array([ids[0] for ids in held["completion_ids"]])
         return held, numbers, rewards
 
-    monkeypatch.setattr(Engine, "finish", with_columns)
+    monkeypatch.setattr(TRLAdapter, "generate_and_score", with_columns)
     settings = {"strategy": "gate", "per_device_train_batch_size": 4, "steps_per_generation": 3, "max_steps": 2}
     settings |= {"gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
     trainer = run(tmp_path, **settings)

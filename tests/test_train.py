@@ -16,6 +16,7 @@ import tiny
 from launches import run_to_end
 from lze_trl import LZEGRPOTrainer
 from lze_trl.job import cli
+from lze_trl.job.dry_run import most_completions
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer, main, run, starting_point
 
@@ -47,9 +48,9 @@ def test_recipe_to_summary(job, capsys, tmp_path):
     assert 0 < result["update_flops"] < result["plain_update_flops"]
 
     shown = capsys.readouterr().out
-    for text in ("Rolled out", "Visits skipped", "total", "Held-out accuracy (sampled)", "model:", "report:"):
+    for text in ("learning: ", "wasted: ", "held-out accuracy", "model:", "report:"):
         assert text in shown
-    assert shown.count("Rolled out") == 1
+    assert shown.count("saved: ") == 1
     run_dir = tmp_path / "run"
     log = json.loads((run_dir / "trainer_state.json").read_text())["log_history"]
     accuracy = [logs["eval_rewards/accuracy_reward/mean"] for logs in log if "eval_reward" in logs]
@@ -172,7 +173,7 @@ def test_the_command_trains_on_two_processes(job, tmp_path, name):
     flags = "--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"
     done = lze_trl_train(job(per_device_train_batch_size=6), *flags)
     # By the main process alone
-    for beginning in ("Rolled out: ", "FLOPs, of ", "Held-out accuracy (sampled): "):
+    for beginning in ("learning: ", "wasted: ", "saved: "):
         assert sum(line.startswith(beginning) for line in done.stdout.splitlines()) == 1
     assert len(re.findall(r"^step +\d+  held-out reward", done.stdout, re.M)) == 2
     run_dir = tmp_path / "run"
@@ -195,19 +196,41 @@ def dry_run(capsys, *arguments):
     return dict(re.split(r"\s{2,}", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({"strategy": "exact"}, (12, 12)),
+        ({"strategy": "lze"}, (12, 4)),  # one group of three
+        ({"strategy": "gate"}, (12, 12)),
+        ({"controller_kwargs": {"kept": 2}, "selector": "all"}, (12, 6)),
+        ({"strategy": "reinforce_ada", "controller_kwargs": {"max_rounds": 2}}, (48, 12)),
+    ],
+)
+def test_the_bound_is_that_of_the_strategy(tmp_path, settings, most):
+    args = tiny.config(tmp_path, **settings)
+    assert most_completions(args, args.make_controller()) == most
+
+
 def test_a_dry_run_says_what_the_run_then_does(job, capsys, tmp_path):
     keys = {"num_train_epochs": 1.5, "max_steps": -1, "per_device_train_batch_size": 4, "steps_per_generation": 5}
-    recipe = job(strategy="grpo", selection_ratio=1.0, **keys)
+    recipe = job(strategy="grpo", **keys)
     with (tmp_path / "train.jsonl").open("a") as rows:
         rows.write(json.dumps({"prompt": "1+" * 50, "solution": "50"}) + "\n")
     before = set(tmp_path.rglob("*"))
     shown = dry_run(capsys, recipe)
     assert shown["prompts"] == "13 of 13 rows are different"
+    assert shown["strategy"] == "grpo: selector all, controller uniform, pruning none"  # no ratio, which it ignores
+    assert shown["rewards"] == "even_length_reward × 1, accuracy_reward × 0.5"
+    assert shown["generation"] == "by transformers"
+    assert shown["started"].startswith("nothing")
     assert shown["too long"].startswith("Left out 1 of 13 prompts of the training set")
     assert set(tmp_path.rglob("*")) == before
     trainer = build_trainer(*parse_recipe([recipe]))
     trainer.train()
     assert shown["optimizer steps"] == str(trainer.state.global_step)
+    drawn, trained = trainer.ledger.rows_rolled_out, trainer.ledger.rows_trained
+    assert shown["completions"] == f"at most {drawn} drawn and {trained} trained on; by plain GRPO {drawn}"
+    assert float(shown["passes over the data"]) == pytest.approx(drawn / 4 / 12, abs=0.01)
     assert shown["completions a generation batch"] == str(trainer.args.generation_batch_size)
     assert shown["prompts a generation batch"] == str(trainer.args.generation_batch_size // 4)
     assert shown["held-out prompts"] == "4"
@@ -222,7 +245,11 @@ def test_a_dry_run_counts_prompts_loads_no_model_and_needs_neither_server_nor_ac
     (tmp_path / "train.jsonl").write_text(rows + "".join(rows.splitlines(keepends=True)[:5]))
     shown = dry_run(capsys, recipe, "--strategy", "dapo", "--accelerate_config", "ddp_cpu")
     assert shown["prompts"] == "12 of 17 rows are different"
-    assert shown["strategy"].startswith("dapo: selector zero_variance")
+    assert shown["strategy"].startswith("dapo: selector zero_variance of 1, controller dynamic")
+    assert shown["generation"] == "by vLLM servers over HTTP: http://127.0.0.1:9"
+    # Four steps of two groups, in ten rounds
+    assert shown["completions"] == "at most 320 drawn and 32 trained on; by plain GRPO 32"
+    assert shown["passes over the data"].startswith("at least ")
     assert shown["evaluation tasks"] == "held_out (4 problems)"
     assert (shown["processes"], shown["completions a generation batch"]) == ("2", "8")
     shown = dry_run(capsys, recipe, "--accelerate_config", "zero3", "--num_processes", "3")

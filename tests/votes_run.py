@@ -87,14 +87,14 @@ class VotingTrainer(FixedTrainer):
         self._remember, self.generation_step._remember = self.generation_step._remember, self._note_groups
 
     def complete(self, prompt, place):
-        return completion(self._tokenizer, prompt, place, self.generation_step.generation)
+        return completion(self._tokenizer, prompt, place, self.generation_step.batch_index)
 
     def _note_groups(self, drawn):
         result, step = self._remember(drawn), self.generation_step
         visits = step.state.prompts(drawn.prompt_ids).visits.tolist()
         for g, prompt_id in enumerate(drawn.prompt_ids.tolist()):
             rewards = drawn.rewards_per_func[drawn.group == g, 0].tolist()
-            note = {"generation": step.generation, "prompt": self.prompts[prompt_id], "visits": visits[g]}
+            note = {"generation": step.batch_index, "prompt": self.prompts[prompt_id], "visits": visits[g]}
             note |= {"rewards": [None if np.isnan(reward) else reward for reward in rewards]}
             self.groups.append(note | {"alive": bool(drawn.alive[g])})
         return result

@@ -11,6 +11,7 @@ from ..record import Run
 from ..record.curves import (
     HELD_OUT,
     UNSEEN,
+    calibration,
     curve,
     evaluated,
     held_out_curves,
@@ -54,7 +55,7 @@ METRICS = {
 
 
 def overview(run: Run) -> list[go.Figure]:
-    """States of the prompts, what became of groups and tokens, every reward; then outcomes, lengths and times, over the steps."""
+    """Draw the states of the prompts, what became of groups and tokens, every reward; then outcomes, lengths and times, over the steps."""
     points = curve(run).set_index("step")
     if points.empty:
         return []
@@ -70,6 +71,7 @@ def overview(run: Run) -> list[go.Figure]:
         _tokens(run, points),
         *_rewards(run, points),
         _histogram(run),
+        *_calibration(run),
         _lengths(run),
         _bars("Time of a step", {name: seconds[name] for name in seconds}, "seconds", {}),
     ]
@@ -78,7 +80,7 @@ def overview(run: Run) -> list[go.Figure]:
 def _bars(
     heading: str, parts: dict[str, pd.Series], y_label: str, colours: dict[str, str], keys: list[str] | None = None
 ) -> go.Figure:
-    """Parts of a whole over the steps. A click on one gives its key, if it has one."""
+    """Stack the parts of a whole over the steps. A click on one gives its key, if it has one."""
     figure = _figure(heading, "step", showlegend=True, hovermode="x unified", barmode="stack", bargap=0)
     for place, (name, values) in enumerate(parts.items()):
         key = None if keys is None or keys[place] == UNSEEN else [keys[place]] * len(values)
@@ -96,7 +98,7 @@ def _bars(
 
 
 def _tokens(run: Run, points: pd.DataFrame) -> go.Figure:
-    """Tokens rolled out so far, with the gap to those of plain GRPO."""
+    """Draw the tokens rolled out so far, with the gap to those of plain GRPO."""
     figure = lines("Tokens rolled out", {"this run": points["tokens"], "plain GRPO": points["plain_tokens"]})
     tokens, plain = points[["tokens", "plain_tokens"]].iloc[-1]
     if plain == plain and round(plain - tokens):
@@ -106,7 +108,7 @@ def _tokens(run: Run, points: pd.DataFrame) -> go.Figure:
 
 
 def _rewards(run: Run, points: pd.DataFrame) -> list[go.Figure]:
-    """A chart for each reward, in training and on held-out prompts, and one for the tasks that the run was evaluated on."""
+    """Draw a chart for each reward, in training and on held-out prompts, and one for the tasks that the run was evaluated on."""
     rewards, limits = reward_curves(run), reward_limits(run)
     held_out = {values.name: values for values in held_out_curves(run).values()}
     tasks = {name: values for name, values in evaluated(run).items() if not name.startswith(HELD_OUT)}
@@ -130,7 +132,7 @@ def _rewards(run: Run, points: pd.DataFrame) -> list[go.Figure]:
 
 
 def _histogram(run: Run) -> go.Figure:
-    """How many groups have each mean outcome, over the steps."""
+    """Draw how many groups have each mean outcome, over the steps."""
     shares = outcome_histogram(run)
     figure = _figure(f"{outcome_name(run).capitalize()} of the groups drawn in full", "step")
     figure.add_heatmap(
@@ -146,8 +148,18 @@ def _histogram(run: Run) -> go.Figure:
     return figure.update_yaxes(type="category", title_text=outcome_name(run))
 
 
+def _calibration(run: Run) -> list[go.Figure]:
+    """Draw how often new prompts were alive over their forecast, if the run has made such forecasts."""
+    points = calibration(run).set_index("forecast")
+    if points.empty:
+        return []
+    figure = lines("New prompts: forecast and truth", {"share of live groups": points["alive"]}, "forecast", (0, 1.05))
+    figure.update_traces(text=points["groups"], hovertemplate="%{y:.2f} of %{text:,} groups")
+    return [figure.add_scatter(x=[0, 1], y=[0, 1], name="as forecast", mode="lines", line=_DOTTED)]
+
+
 def _lengths(run: Run) -> go.Figure:
-    """Mean and 90th percentile of the lengths by outcome, and the share of the completions that were cut off."""
+    """Draw mean and 90th percentile of the lengths by outcome, and the share of the completions that were cut off."""
     figure = lines("Length of completions, and share cut off", lengths(run))
     cut_off = logged_curves(run, [name := "completions/clipped_ratio"]).get(name)
     if cut_off is not None:
@@ -164,7 +176,7 @@ def lines(
     y_range: tuple[float, float] | None = None,
     smoothing: float = 0.0,
 ) -> go.Figure:
-    """Chart with one line per series over its index. `smoothing` is the weight of earlier values in a moving average."""
+    """Draw one line per series over its index. `smoothing` is the weight of earlier values in a moving average."""
     figure = _figure(heading, x_label, showlegend=True, hovermode="x unified")
     few = all(len(values) <= _FEW_POINTS for values in series.values())
     for place, (name, values) in enumerate(series.items()):
@@ -183,7 +195,7 @@ def lines(
 
 
 def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
-    """A figure of each reward, with a line for each of the values of a column of the data, in training and on held-out prompts."""
+    """Draw a figure of each reward, with a line for each of the values of a column of the data, in training and on held-out prompts."""
     figures, names_of = [], [f"rewards/{name}/mean" for name in dict.fromkeys(run.meta.reward_names)]
     for reward in [*(["reward"] if len(names_of) > 1 else []), *names_of]:
         names = {f"by/{column}/{value}/{reward}": value for value in values}
@@ -195,7 +207,7 @@ def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
 
 
 def sparkline(run: Run) -> go.Figure:
-    """The reward that the run is judged by, without axes."""
+    """Draw the reward that the run is judged by, without axes."""
     figure = lines("", {"reward": main_reward(run)}).update_traces(mode="lines")
     figure.update_layout(height=44, margin=dict.fromkeys("lrtb", 2), showlegend=False)
     return figure.update_xaxes(visible=False).update_yaxes(visible=False)
@@ -222,14 +234,14 @@ def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
 
 
 def pass_rates(values: pd.Series) -> go.Figure:
-    """How many prompts of a profile have each pass rate."""
+    """Draw how many prompts of a profile have each pass rate."""
     bins = {"start": 0.0, "end": 1.05, "size": 0.05}
     figure = _figure("Prompts by pass rate", "pass rate", yaxis_title="prompts")
     return figure.add_histogram(x=values, xbins=bins, hovertemplate="%{x}: %{y:,} prompts<extra></extra>")
 
 
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
-    """Energy of prompts, as of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
+    """Draw the energy of prompts, a frame of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
     outcome = outcome_name(run)
     spread_by = f"{outcome} (points are spread by ± {_SPREAD})"
     figure = _figure("Energy of each prompt: click one to open it", spread_by, showlegend=True, hovermode="closest")
@@ -258,7 +270,7 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
 
 
 def history(run: Run, prompt_id: int) -> go.Figure:
-    """Outcome and energy of a prompt at its visits."""
+    """Draw outcome and energy of a prompt at its visits."""
     groups = run.groups(prompt_id).assign(step=lambda frame: frame["step"] + 1).set_index("step")
     names = {outcome_name(run): "pass_rate", "moving average of earlier visits": "ema", "energy": "energy"}
     shown = {label: groups[column] for label, column in names.items()}
@@ -272,7 +284,7 @@ def history(run: Run, prompt_id: int) -> go.Figure:
 
 
 def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 0.0) -> list[go.Figure]:
-    """A metric of several runs, by their ids; of the reward, also each one of them, if a run has several."""
+    """Draw a metric of several runs, by their ids; with the total reward, also each reward function."""
     names = dict.fromkeys(name for run in runs.values() for name in run.meta.reward_names)
     several = metric == "reward_mean" and len(names) > 1
     shown = {METRICS.get(metric, metric): metric}
@@ -287,7 +299,7 @@ def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 
 
 
 def _points(run: Run, axis: str, metric: str) -> pd.Series:
-    """A metric of a run over an axis."""
+    """Return a metric of a run over an axis."""
     points = curve(run)
     if points.empty:
         return pd.Series(dtype=float)

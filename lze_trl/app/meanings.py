@@ -21,7 +21,7 @@ MEANINGS = {
     "problems": "Problems of the task that were answered.",
     "re-checks": "Visits after the prompt was pruned, to see whether it is still solved.",
     "saved": "FLOPs of all work, over those of plain GRPO for as many optimizer steps. Below 1 ×, work was saved.",
-    "state": "Of a prompt: frontier (passes some of the time), solved, no pass yet (all equal at the last visit, and not the best), pruned, forgotten, unscored, stopped (by the gate, at every visit).",
+    "state": "Of a prompt: frontier (passes some of the time), solved, no signal (every completion got the same reward at the last visit, and not the highest), pruned, forgotten, unscored, stopped (by the gate, at every visit).",
     "step": "Optimizer step, counted from 1.",
     "stopped": "Share of the groups that the gate stopped after one completion.",
     "strategy": "Named combination of settings: which prompts are rolled out, and which groups are trained on.",

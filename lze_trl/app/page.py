@@ -23,57 +23,17 @@ from .runs import RunBook
 
 TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
-_REFRESH_SECONDS = 1.0  # after which the page asks for what is new
+_REFRESH_SECONDS, _IDLE_SECONDS = (
+    1.0,
+    4.0,
+)  # after which the page asks for what is new, if there was something the last time, or not
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _FIRST_METRICS = list(charts.METRICS)[:4]  # by which runs are compared, unless others are chosen
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
 _IN_ADDRESS = ("run", "tab", "prompt", "search")
 _LATEST = "the latest visit", ""
-_WAITS = "Choose a prompt to see its history."
-# A click on a heading sorts, one anywhere on a row opens it; so does the Enter key, and arrows move between rows
-_TABLES = """
-const act = ({target}) => {
-  const copied = target.closest("[data-copy]"), explained = target.closest("[title]");
-  if (target.dataset.tick) return trigger("input", {run: target.dataset.tick, ticked: target.checked});
-  if (explained && matchMedia("(hover: none)").matches) {  // a finger cannot rest on a word
-    document.querySelector(".lze-told")?.remove();
-    const told = Object.assign(document.createElement("p"), {className: "lze-told", textContent: explained.title});
-    told.onclick = () => told.remove();
-    document.body.append(told);
-  }
-  if (copied) return navigator.clipboard?.writeText(copied.dataset.copy);
-  const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
-  if (heading) { held = false; trigger("select", {...heading.dataset}); }
-  else if (row) {
-    trigger("click", {...row.dataset});
-    if (innerWidth < 700) document.querySelector("#lze-detail")?.scrollIntoView({behavior: "smooth"});
-  }
-};
-// Small charts within a text
-const draw = () => {
-  if (!window.Plotly) return setTimeout(draw, 50);
-  for (const place of element.querySelectorAll("[data-figure]:empty")) {
-    const {data, layout} = JSON.parse(place.dataset.figure);
-    Plotly.newPlot(place, data, layout, {responsive: true, displaylogo: false, staticPlot: !layout.showlegend});
-  }
-};
-watch("value", () => requestAnimationFrame(draw));
-draw();
-element.addEventListener("click", act);
-// While the pointer is over its rows, they keep their places
-let held = false;
-element.addEventListener("mouseover", ({target}) => {
-  if (held || !target.closest("tr[data-row]")) return;
-  held = true;
-  trigger("focus", {rows: [...element.querySelectorAll("tr[data-row]")].map((row) => row.dataset.row)});
-});
-element.addEventListener("mouseleave", () => { held = false; trigger("blur", {rows: []}); });
-element.addEventListener("keydown", (event) => {
-  const step = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
-  if (event.key === "Enter") act(event);
-  else if (step && event.target.matches("tr[data-row]")) { event.preventDefault(); event.target[step]?.focus(); }
-});
-"""
+_ANY = "any value", ""
+_WAITS = "A prompt that is found is shown here, with its history."
 
 
 def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
@@ -89,7 +49,7 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
         server_port=port,
         # Fonts of the reader's machine: the page asks no other server for anything
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
-        head=f"""<style>{(Path(__file__).parent / "style.css").read_text(encoding="utf-8")}</style>
+        head=f"""<style>{_file("style.css")}</style>
             <script defer src="gradio_api/file={_PLOTLY}"></script>""",
         allowed_paths=[str(_PLOTLY)],
         # A page of another name that leads to this machine (DNS rebinding) gets no answer; elsewhere, names are not known
@@ -108,50 +68,28 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     return app
 
 
-# Not `gr.Plot`, which draws a chart anew at each change, so that it flickers and forgets the reader's zoom
-_CHARTS = """
-const draw = () => {
-  if (!window.Plotly) return setTimeout(draw, 50);
-  const grid = element.querySelector(".lze-grid"), figures = JSON.parse(props.value || "[]");
-  const before = grid.children.length;
-  for (let place = before; place > figures.length; place--) { Plotly.purge(grid.lastChild); grid.lastChild.remove(); }
-  for (let place = before; place < figures.length; place++) grid.insertAdjacentHTML("beforeend", '<div class="lze-chart"></div>');
-  figures.forEach(({data, layout}, place) => {
-    const chart = grid.children[place], isNew = !chart.data;
-    Plotly.react(chart, data, layout, {responsive: true, displaylogo: false});
-    if (isNew) chart.on("plotly_click", ({points: [{customdata}]}) => customdata && trigger("click", {row: customdata}));
-    else if (before !== figures.length) Plotly.Plots.resize(chart);
-  });
-};
-watch("value", draw);
-draw();
-"""
-# The run, tab, prompt and search stand in the address, so that a page can be loaded again, or sent
-_ADDRESS = """
-let asked = new URL(location).searchParams.get("tab");
-watch("value", () => {
-  const url = new URL(location);
-  for (const [name, value] of Object.entries(JSON.parse(props.value || "{}")))
-    value ? url.searchParams.set(name, value) : url.searchParams.delete(name);
-  history.replaceState(history.state, "", url);
-  for (const tab of document.querySelectorAll("#lze-tabs [role=tab]")) if (tab.innerText.trim() === asked) tab.click();
-  asked = null;
-});
-"""
 _PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 
 
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
 def _html(id: str, **settings: Any) -> gr.HTML:
-    return gr.HTML(elem_classes="lze", elem_id=f"lze-{id}", js_on_load=_TABLES, apply_default_css=False, **settings)
+    return gr.HTML(
+        elem_classes="lze", elem_id=f"lze-{id}", js_on_load=_file("tables.js"), apply_default_css=False, **settings
+    )
 
 
 def _charts(**settings: Any) -> gr.HTML:
-    """Shows the figures of [`_shown`], side by side where the page is wide enough."""
-    return gr.HTML(html_template='<div class="lze-grid"></div>', js_on_load=_CHARTS, elem_classes="lze", **settings)
+    """Show the figures of [`_shown`], side by side where the page is wide enough."""
+    return gr.HTML(
+        html_template='<div class="lze-grid"></div>', js_on_load=_file("charts.js"), elem_classes="lze", **settings
+    )
 
 
 def _shown(*figures: Figure) -> str:
-    """Figures as JSON."""
+    """Write figures as JSON."""
     return f"[{','.join(str(figure.to_json()) for figure in figures)}]"
 
 
@@ -166,9 +104,11 @@ class _Page:
                 self.standing = _html("standing")
             self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
-        self.address = gr.HTML(html_template="<i></i>", js_on_load=_ADDRESS, elem_id="lze-address")
+        self.address = gr.HTML(html_template="<i></i>", js_on_load=_file("address.js"), elem_id="lze-address")
         self.tab = gr.State(TABS[0])
         self.prompt = gr.State("")
+        # The prompt that is shown while none is chosen. The page alone sets it, so that a refresh never undoes a choice
+        self.first = gr.State("")
         self.orders = gr.State({})  # by the id of a table, see [`views.table`]
         self.held = gr.State([])  # prompts whose order stays, as the pointer is over them
         self.seen, self.drawn = gr.State(None), gr.State(None)  # what page and charts show, as of [`_version`]
@@ -201,6 +141,7 @@ class _Page:
             )
             states = [("all", "all"), *((views.LABELS.get(state, state), state) for state in STATES)]
             self.state = gr.Dropdown(states, value="all", label="State", elem_id="lze-state", min_width=100)
+            self.column = gr.Dropdown([_ANY], value="", label="Column", elem_id="lze-column", min_width=100)
         with gr.Row(elem_id="lze-panes"):
             with gr.Column(scale=3, min_width=320):
                 self.table = _html("prompt-table")
@@ -225,10 +166,10 @@ class _Page:
         self.differing = _html("differences")
 
     def _connect(self):
-        names = "tab run orders smoothing search state prompt visit words named runs metrics axis held"
+        names = "tab run orders smoothing search state prompt first visit words named runs metrics axis held"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
-        chosen = {*controls, self.live, self.ask, self.forecast} - {self.prompt, self.visit, self.metrics}
+        chosen = {*controls, self.live, self.ask, self.forecast} - {self.first, self.visit, self.metrics, self.column}
         shown = [
             part for part in vars(self).values() if isinstance(part, gr.components.Component) and part not in chosen
         ]
@@ -238,38 +179,42 @@ class _Page:
         drawn = [self.drawn, self.flow, self.plots, self.stuck, self.costs]
         draw = {"fn": self._draw, "inputs": [self.seen, self.drawn, self.tab, self.run], "outputs": drawn, **quiet}
 
-        def then_show(event: Any):
-            event.then(**show).then(**draw)
-
+        self.seen.change(**draw)
         begun = [*shown, self.run, self.runs, self.prompt, self.search]
-        gr.on(None, self._begin, None, begun, **quiet).then(**draw)
+        gr.on(None, self._begin, None, begun, **quiet)
         for tab in self.tabs:
-            then_show(tab.select(lambda name=tab.label: name, None, self.tab, **quiet))
+            tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
-            if name not in ("tab", "run", "orders", "prompt", "visit", "held"):
+            if name not in ("tab", "run", "orders", "prompt", "first", "visit", "held"):
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
-        then_show(self.run.input(lambda: ("", ""), None, of_prompt, **quiet))
+        self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
         self.run.change(self._offer_forecast, self.run, [self.forecast, self.ask], **quiet)
         for part in (self.table, self.run_table):
-            then_show(part.select(self._sort, self.orders, [self.orders, self.held], **quiet))
+            part.select(self._sort, self.orders, [self.orders, self.held], **quiet).then(**show)
+        self.column.input(self._filter, [self.run, self.search, self.column], self.search, **quiet).then(**show)
         for event in (self.table.focus, self.table.blur):
             event(self._hold, None, self.held, **quiet)
         for part in (self.table, self.scatter):
-            then_show(part.click(self._open_prompt, None, of_prompt, **quiet))
-        then_show(self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet))
-        then_show(self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet))
-        then_show(self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet))
-        then_show(self.run_table.input(self._tick, self.runs, self.runs, **quiet))
-        then_show(self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet))
-        self.visit.input(self._show_prompt, [self.run, self.prompt, self.visit], shown, **quiet)
-        timer = gr.Timer(_REFRESH_SECONDS)
-        timer.tick(self._follow, [self.seen, *controls], shown, **quiet).then(**draw)
-        self.live.input(lambda live: gr.Timer(active=live), self.live, timer, **quiet)
+            part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
+        self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet).then(**show)
+        self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet).then(**show)
+        self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet).then(**show)
+        self.run_table.input(self._tick, self.runs, self.runs, **quiet).then(**show)
+        self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
+        self.visit.input(self._show_visit, [self.run, self.prompt, self.first, self.visit], shown, **quiet)
+        self.timer = gr.Timer(_REFRESH_SECONDS)
+        self.timer.tick(self._follow, [self.seen, *controls], [*shown, self.timer], **quiet)
+        self.live.input(lambda live: gr.Timer(active=live), self.live, self.timer, **quiet)
         self.ask.click(self._forecast, self.run, self.forecast, api_visibility="private")
 
     def _sort(self, orders: dict[str, str], event: gr.EventData) -> tuple[dict[str, str], list[str]]:
         return orders | {event.table: event.sort}, []
+
+    def _filter(self, id: str, search: str, chosen: str) -> str:
+        """Search for the value of a column that was chosen, in place of another one, beside the other words."""
+        others = [word for word in search.split() if word not in self.book.open(id).column_words()]
+        return " ".join([*others, *([chosen] if chosen else [])])
 
     def _hold(self, event: gr.EventData) -> list[str]:
         return list(event.rows)
@@ -290,7 +235,7 @@ class _Page:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
 
     def _offer_forecast(self, id: str) -> tuple[Any, Any]:
-        """No forecast of the run before, and the button for one if a recording of such a run can answer."""
+        """Remove the forecast of the run before, and show the button for one if the recording of this run can answer."""
         try:
             offered = self.book.open(id).meta.settings.get("controller", "uniform") == "uniform"
         except TelemetryError:
@@ -319,8 +264,8 @@ class _Page:
         return begun | self._show(*given.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
-        """Changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
-        own = {name: value for name, value in given.items() if name not in ("prompt", "visit", "held")}
+        """Return what changes with the controls, and when a run on the page has recorded or evaluated something, or ended."""
+        own = {name: value for name, value in given.items() if name not in ("prompt", "first", "visit", "held")}
         versions: list[Any] = [own]
         for id in {"Runs": self.book.ids, "Compare": given["runs"]}.get(given["tab"], [given["run"]]):
             try:
@@ -331,15 +276,18 @@ class _Page:
 
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        if seen is not None and self._version(given) != seen:
-            return self._show(*values)
-        if seen is not None and given["tab"] not in ("Runs", "Compare"):
-            with suppress(TelemetryError):
-                return {self.standing: views.standing(self.book.open(given["run"]))}  # says how long ago
-        return gr.skip()
+        if seen is None:
+            return gr.skip()
+        if self._version(given) != seen:
+            return self._show(*values) | {self.timer: gr.Timer(_REFRESH_SECONDS)}
+        changes: dict[Any, Any] = {self.timer: gr.Timer(_IDLE_SECONDS)}
+        with suppress(TelemetryError):
+            if given["tab"] not in ("Runs", "Compare"):
+                changes[self.standing] = views.standing(self.book.open(given["run"]))  # says how long ago
+        return changes
 
     def _draw(self, seen: list[Any] | None, drawn: list[Any] | None, tab: str, id: str) -> Any:
-        """The charts of the overview, which take longer than its cards, if what they show has changed."""
+        """Draw the charts of the overview, which take longer than its cards, if what they show has changed."""
         if tab != TABS[0] or seen == drawn:
             return gr.skip()
         nothing = dict.fromkeys((self.flow, self.plots, self.stuck, self.costs), "")
@@ -348,12 +296,12 @@ class _Page:
             if figures := charts.overview(run):  # none before the first batch
                 figures[0].update_layout(title_text="Prompts by their state: click to list them")
                 shown = {self.flow: _shown(figures[0]), self.plots: _shown(*figures[1:])}
-                told = views.costs(run) + views.by_value(run, charts.by_value)
+                told = views.evaluations(run) + views.by_value(run, charts.by_value)
                 nothing |= shown | {self.stuck: views.stuck(run), self.costs: told}
         return {self.drawn: seen} | nothing
 
     def _show(self, *values: Any) -> Any:
-        """What changes on the page, by component: only the open tab."""
+        """Return what changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
         if not given["run"] and self.book.ids:  # the page is being loaded, and `_begin` shows the run of the address
             return gr.skip()
@@ -375,19 +323,28 @@ class _Page:
         return changes
 
     def _show_prompts(self, run: Run, given: dict[str, Any]) -> dict[Any, Any]:
-        state, search = None if given["state"] == "all" else given["state"], given["search"]
-        order = given["orders"].get(views.PROMPTS, "")
+        state, search = None if given["state"] == "all" else given["state"], given["search"] or ""
+        order, words = given["orders"].get(views.PROMPTS, ""), run.column_words()
         found = run.prompts(state, search, views.MOST_PROMPTS, order=views.prompt_order(order))
         if held := {id: place for place, id in enumerate(given["held"])}:
             places = found["prompt_id"].astype(str).map(held)
             found = found.loc[places.sort_values(kind="stable", na_position="last").index]
         counts = run.prompt_counts(search)
         total = counts[state] if state else sum(counts.values())
-        opened = given["prompt"] if len(found) else ""
+        ids = found["prompt_id"].astype(str).tolist()
+        first = given["first"] if given["first"] in ids else next(iter(ids), "")
+        opened = given["prompt"] if given["prompt"] and ids else first
         return {
-            self.scatter: _shown(charts.prompts(run, found)) if len(found) else "",
+            self.first: first,
+            self.column: gr.update(
+                choices=[_ANY, *words], value=next((word for word in words if word in search.split()), "")
+            ),
+            self.scatter: _shown(charts.prompts(run, found)) if ids else "",
             self.table: views.prompts(run, found, total, order, opened, search),
         } | self._show_prompt(given["run"], opened, given["visit"])
+
+    def _show_visit(self, id: str, chosen: str, first: str, visit: str) -> dict[Any, Any]:
+        return self._show_prompt(id, chosen or first, visit)
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
         if not chosen:

@@ -17,7 +17,7 @@ from . import charts, views
 
 
 def sort_out(sources: list[str]) -> tuple[list[Path], list[str]]:
-    """The profiles that lie in some folders, and those of the sources that hold more, or something else."""
+    """Find the profiles in some folders. Returns their folders, and the sources that hold something else as well."""
     below = {source: [file.parent for file in sorted(Path(source).rglob(MANIFEST))] for source in sources}
     found = {source: [folder for folder in below[source] if read_manifest(folder)] for source in sources}
     others = [source for source in sources if not found[source] or any(Path(source).rglob(f"{DIRECTORY}/{META_FILE}"))]
@@ -25,7 +25,7 @@ def sort_out(sources: list[str]) -> tuple[list[Path], list[str]]:
 
 
 def rows_of(folder: Path) -> pd.DataFrame:
-    """The prompts of a profile, by their ids as text: what the data say of each, and the `place` of its completions; empty until it has ended."""
+    """Read the prompts of a profile, by their ids as text: what the data say of each, and the `place` of its completions; empty until it has ended."""
     if not (path := folder / "data" / DATA).is_file():
         return pd.DataFrame(columns=["prompt", "pass_rate", "place"])
     prefix = PREFIX if f"{PREFIX}pass_rate" in pq.read_schema(path).names else ""
@@ -40,7 +40,7 @@ def rows_of(folder: Path) -> pd.DataFrame:
 
 
 def prompts(rows: pd.DataFrame, order: str) -> Any:
-    """The table of the first prompts in an order of a [`~lze_trl.app.views.table`]."""
+    """Tabulate the first prompts in an order of a [`~lze_trl.app.views.table`]."""
     column = order.removeprefix("-")
     forms: dict[str, Callable[[Any], str]] = dict.fromkeys(("pass_rate", "truncated_share"), percent)
     shown = rows.sort_values(column, ascending=column == order, kind="stable").drop(columns="place")
@@ -48,7 +48,7 @@ def prompts(rows: pd.DataFrame, order: str) -> Any:
 
 
 def completions(folder: Path, place: int) -> Any:
-    """The completions of a prompt, with their rewards."""
+    """Tabulate the completions of a prompt, with their rewards."""
     with open(folder / GROUPS, "rb") as lines:
         lines.seek(place)
         group = json.loads(lines.readline())

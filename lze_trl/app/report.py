@@ -13,7 +13,7 @@ from ..files import write_atomically
 from ..record import MissingTelemetryError, open_run
 from ..version import __version__
 from . import charts
-from .views import HTML, best_and_worst, by_value, overview, settings, standing
+from .views import HTML, best_and_worst, by_value, cards, evaluations, settings, standing
 
 
 PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
@@ -34,7 +34,7 @@ def write_report(run_dir: str | Path) -> Path:
             run.name,
             standing(run),
             run.summary(),
-            overview(run) + by_value(run),
+            cards(run) + evaluations(run) + by_value(run),
             [json.loads(str(figure.to_json())) for figure in figures],
             {heading: best_and_worst(run, order) for heading, order in (("Best", "DESC"), ("Worst", "ASC"))},
             settings(run),

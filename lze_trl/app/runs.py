@@ -46,7 +46,7 @@ class RunBook:
         return max(self._folders, key=recorded, default=None)
 
     def open(self, id: str | None) -> Run:
-        """The run of an id, with everything recorded until now. Raises a [`TelemetryError`] if it cannot be shown."""
+        """Return the run of an id, with everything recorded until now. Raises a [`TelemetryError`] if it cannot be shown."""
         if not self._folders:
             raise MissingTelemetryError(
                 "The app was started without a run. Give it the `output_dir` of a training, as in `lze-trl app runs/demo`."
@@ -63,7 +63,7 @@ class RunBook:
 
 
 def _runs_below(source: str) -> list[tuple[str, str]]:
-    """Names and folders of the runs in a folder; if there are none, the source itself (an empty folder or a Hub id)."""
+    """Find names and folders of the runs in a folder; if there are none, the source itself (an empty folder or a Hub id)."""
     root, found = Path(source), []
     for file in sorted(root.rglob(f"{DIRECTORY}/{META_FILE}")):
         parts = file.relative_to(root).parts[:-2]

@@ -35,7 +35,7 @@ from ..record.curves import (
     value_tables,
 )
 from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
-from ..record.ledger import against_plain, headline, skipped_visits
+from ..record.ledger import against_plain
 from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
 from .meanings import MEANINGS
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # it needs torch, and the app does not
     from ..forecast import Forecast
 
 _SHORT = 120  # characters of a prompt in a row: those that begin alike may end differently
-LABELS = {"hopeless": "no pass yet"}
+LABELS = {"hopeless": "no signal"}
 """States that are shown by another name than that of [`~lze_trl.record.reader.STATES`]."""
 MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
@@ -82,37 +82,31 @@ HTML: Any = _environment.get_template("pages.html").module
 """The macros of `pages.html`, as functions that return `Markup`. They escape every value."""
 
 
-def overview(run: Run) -> Markup:
-    """The cards of the run, and what it cost."""
-    return cards(run) + costs(run)
-
-
 def cards(run: Run, sparkline: str = "") -> Markup:
-    """Whether the run learns, what it wastes and what it saves, with the most severe advice; `sparkline` is a figure of its reward as JSON."""
+    """Say whether the run learns, what it wastes and what it saves, with the most severe advice; `sparkline` is a figure of its reward as JSON."""
     found = cards_of(run)
     if not found:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
     return HTML.cards(found, sparkline, Status.read(run.directory).advice)
 
 
-def costs(run: Run) -> Markup:
-    """What the run has cost against plain GRPO, and its evaluations."""
-    if not (totals := run.summary()["ledger"]):  # before the first batch
-        return Markup()
+def evaluations(run: Run) -> Markup:
+    """Tabulate the first and the last evaluation of the run; empty without one."""
     heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
-    told = HTML.section("Cost", HTML.note(headline(totals)) + HTML.note(skipped_visits(totals)))
-    evaluations = table("evaluations", pd.DataFrame(rows, columns=heading))
-    return told + HTML.section("Evaluations", evaluations) if rows else told
+    return HTML.section("Evaluations", table("evaluations", pd.DataFrame(rows, columns=heading))) if rows else Markup()
 
 
 def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
-    """Tables of the values of columns of the data, a click on a row of which lists its prompts, and under each the `figures` of the column."""
+    """Tabulate the values of columns of the data, with the `figures` of each column. A click on a row lists its prompts."""
     forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead share": percent}
-    place, shown = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup()
+    place, grid = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup('<div class="lze-grid">{}</div>')
+    shown = Markup()
     for column, rows in value_tables(run).items():
         charts = [place.format(figure.to_json()) for figure in figures(run, column, rows["value"].tolist())]
         rows.index = pd.Index(f"{column}=" + rows["value"], name="search")
-        shown += HTML.section(f"By {column}", table(f"by-{column}", rows, forms=forms) + Markup().join(charts))
+        shown += HTML.section(
+            f"By {column}", table(f"by-{column}", rows, forms=forms) + grid.format(Markup().join(charts))
+        )
     return shown
 
 
@@ -126,7 +120,7 @@ def table(
     ticked: Collection[str] | None = None,
 ) -> Markup:
     """
-    A table, empty without rows. One with an `order` is sorted by a click on a heading: it names the column by which it is sorted now, the
+    Make a table, empty without rows. One with an `order` is sorted by a click on a heading: it names the column by which it is sorted now, the
     highest first with a `-` before it. If the index of the frame has a name, it holds the keys by which rows are opened, `opened` is that
     of the open one, and rows of keys in `changed` are marked. `forms` say how the numbers of some columns are written. With `ticked`, rows
     have a tick box, which is set for these keys.
@@ -145,14 +139,14 @@ def table(
 
 
 def _next(name: str, is_number: bool, order: str | None) -> str | None:
-    """The order that a click on a heading asks for: numbers begin with the highest; another click turns it round."""
+    """Return the order that a click on a heading asks for: numbers begin with the highest; another click turns it round."""
     if order is None:
         return None
     return name if order == f"-{name}" or (not is_number and order != name) else f"-{name}"
 
 
 def standing(run: Run) -> Markup:
-    """Which run it is, whether it is training, and how to go on with one that stopped before its end."""
+    """Say which run it is, whether it is training, and how to go on with one that stopped before its end."""
     status, known = run.status(), run.meta.settings
     size, count = known.get("num_generations"), known.get("train_prompts")
     drawn = f"{f'{count:,} prompts' if count else 'prompts'} × {size} completions" if size else ""
@@ -174,7 +168,7 @@ def _left(status: dict[str, Any]) -> str:
 
 
 def settings(run: Run, search: str = "") -> Markup:
-    """What the run was made of and the settings that differ from their defaults, unless some are searched; those with every word, by topic."""
+    """Tabulate the settings that have every word of `search`, by topic; without a search, also what the run was made of and what is no default."""
     known, own = run.meta.known, run.meta.settings
     topics = list(dict.fromkeys(topic for topic, _ in known.values()))[::-1]  # those of this package first
     names = sorted(
@@ -193,13 +187,13 @@ def settings(run: Run, search: str = "") -> Markup:
 
 
 def _with_words(frame: pd.DataFrame, search: str) -> pd.DataFrame:
-    """The rows that have every word of `search`."""
+    """Return the rows that have every word of `search`."""
     texts = [" ".join(map(_shown, row)).lower() for row in frame.itertuples(index=False)]
     return frame[[all(word in text for word in search.lower().split()) for text in texts]]
 
 
 def _made_of(run: Run) -> Markup:
-    """Table of the model, the data, the rewards and the software of a run, as far as they were recorded."""
+    """Tabulate the model, the data, the rewards and the software of a run, as far as they were recorded."""
     own, names = run.meta.settings, run.meta.reward_names
     weights = own.get("reward_weights") or [1.0] * len(names)
     weighted = (f"{name}{f' (weight {w:g})' * (w != 1)}" for w, name in zip(weights, names, strict=False))
@@ -209,14 +203,14 @@ def _made_of(run: Run) -> Markup:
 
 
 def _shown(value: Any) -> str:
-    """A value as it reads in a recipe, a dash for none."""
+    """Write a value as it reads in a recipe, a dash for none."""
     if value is None or value != value or value in ("", "None") or value == []:
         return "–"
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.DataFrame:
-    """One row per run that has every word of `search` in it, in the `order` of a [`table`]: strategy, standing, accuracy and cost."""
+    """List the runs that have every word of `search` in their row, in the `order` of a [`table`]: strategy, standing, accuracy and cost."""
     rows = {id: {"run": id} | run_row(run) for id, run in runs.items()}
     frame = pd.DataFrame(rows.values(), columns=None if rows else ["run", "step"], index=pd.Index(rows, name="run id"))
     if (column := order.removeprefix("-")) in frame:
@@ -225,7 +219,7 @@ def run_table(runs: dict[str, Run], search: str = "", order: str = "") -> pd.Dat
 
 
 def runs_table(frame: pd.DataFrame, order: str, opened: str | None, compared: Collection[str] = ()) -> Markup:
-    """The table of [`run_table`], with ticks for the runs that are compared; numbers that only [`differences`] shows are left out."""
+    """Show the frame of [`run_table`], with ticks for the runs that are compared, without the numbers that only [`differences`] shows."""
     parts = [name for name in frame if name.startswith(("reward: ", HELD_OUT)) and name not in _RUN_FORMS]
     shown = [name for name in frame if name not in (*parts, "of", "seconds", "trained on")]
     steps = [f"{row.step:,}{f' of {row.of:,}' * bool(row.of)}" for row in frame.itertuples()]
@@ -234,14 +228,14 @@ def runs_table(frame: pd.DataFrame, order: str, opened: str | None, compared: Co
 
 
 def version(run: Run) -> tuple:
-    """Changes when a run has recorded or evaluated something, or ended."""
+    """Return what changes when a run has recorded or evaluated something, or ended."""
     evaluations = sorted((str(path), path.stat().st_mtime_ns) for path in run.directory.parent.glob(RESULT_FILES))
     status = Status.read(run.directory)
     return hash(run.version), status.state, status.waits_for, *evaluations
 
 
 def differences(runs: dict[str, Run]) -> Markup:
-    """Where runs reached the same score, their numbers at the end, and the settings that differ."""
+    """Say where runs reached the same score, and tabulate their numbers at the end and the settings that differ."""
     told = (
         "Choose two runs or more that are judged by the same reward, to see what the same score has cost each of them."
     )
@@ -257,7 +251,7 @@ def differences(runs: dict[str, Run]) -> Markup:
 
 
 def final_values(runs: dict[str, Run]) -> pd.DataFrame:
-    """The numbers of [`run_row`] side by side, from the second run on with their difference from the first."""
+    """Set the numbers of [`run_row`] side by side, from the second run on with their difference from the first."""
     frame = pd.DataFrame({id: run_row(run) for id, run in runs.items()})
     numbers = [name for name in frame.index if name != "of" and not any(isinstance(v, str) for v in frame.loc[name])]
     shown = []
@@ -278,7 +272,7 @@ _RUN_FORMS: dict[str, Callable[[Any], str]] = {
 
 
 def run_row(run: Run) -> dict[str, Any]:
-    """The row of a run, which is looked up once for each [`version`] of it."""
+    """Return the row of a run, which is looked up once for each [`version`] of it."""
     return _run_row(run, version(run))
 
 
@@ -314,7 +308,7 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
 
 
 def differing_settings(runs: dict[str, Run]) -> pd.DataFrame:
-    """The settings of the experiment that differ between runs, a column for each run."""
+    """List the settings of the experiment that differ between runs, a column for each run."""
     rows = []
     for name in sorted({name for run in runs.values() for name in run.meta.settings}):
         values = [_shown(run.meta.settings.get(name)) for run in runs.values()]
@@ -338,14 +332,14 @@ _PROMPT_COLUMNS = {
 
 
 def prompt_order(order: str) -> str:
-    """The order of [`Run.prompts`](lze_trl.record.Run.prompts) that an order of the table asks for, by default the highest energy first."""
+    """Translate an order of the table into one of [`Run.prompts`](lze_trl.record.Run.prompts), by default the highest energy first."""
     name = order.removeprefix("-")
     column = _PROMPT_COLUMNS.get("pass rate" if name == GRADED else name, "energy")
     return f"-{column}" if order.startswith("-") or not order else column
 
 
 def prompt_table(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
-    """Rows of [`Run.prompts`](lze_trl.record.Run.prompts) with short texts, by their ids as text."""
+    """Shorten the rows of [`Run.prompts`](lze_trl.record.Run.prompts); the index holds their ids as text."""
     rows = frame[list(_PROMPT_COLUMNS.values())].set_axis(list(_PROMPT_COLUMNS), axis=1)
     rows["prompt"] = [short_text(row) for row in frame.to_dict("records")]
     rows["last step"] += 1
@@ -355,7 +349,7 @@ def prompt_table(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def short_text(row: dict[str, Any]) -> str:
-    """The beginning and the end of a prompt's text, and a short answer; its id if the text is not recorded."""
+    """Return the beginning and the end of a prompt's text, and a short answer; its id if the text is not recorded."""
     if not isinstance(row["text"], str):
         return f"prompt {row['prompt_id']}"
     text = " ".join(row["text"].split())
@@ -366,7 +360,7 @@ def short_text(row: dict[str, Any]) -> str:
 
 
 def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "", search: str = "") -> Markup:
-    """The table of the first prompts in a frame, of `total` that were found. Those of the latest generation batch of a running run are marked."""
+    """Tabulate the first prompts of a frame, of `total` that were found, and mark those of the latest generation batch of a running run."""
     outcome, shown = outcome_name(run), frame.head(MOST_ROWS)
     changed: Collection[str] = ()
     if run.status()["state"] == "running":
@@ -380,14 +374,15 @@ def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: 
 
 
 def prompt_detail(run: Run, prompt_id: int) -> Markup:
-    """One prompt: its text, images and facts."""
+    """Show one prompt: its text, images and facts."""
     frame = run.prompts(prompt_id=prompt_id)
     if frame.empty:
         return HTML.problem("This run has no such prompt.")
     row = frame.iloc[0]
     facts = json.loads(row["columns"]) if isinstance(row["columns"], str) else {}
     facts |= {"drawn": row["drawn"], "visits": row["visits"], "last step": row["last_step"] + 1}
-    facts |= {"trained on": row["times_selected"], "re-checks": row["rechecks"]}
+    prunes = run.meta.settings.get("pruning", "none") != "none"
+    facts |= {"trained on": row["times_selected"]} | ({"re-checks": row["rechecks"]} if prunes else {})
     facts |= {outcome_name(run): percent(row["pass_rate"])}
     for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
         facts[name] = f"{row[name.split()[0]]:.2f}"
@@ -398,7 +393,7 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
 
 def completions(run: Run, prompt_id: int, generation: int | None = None) -> Markup:
     """
-    Completions of a prompt at a generation batch, by default the latest with recorded ones: the highest reward first, equal ones once,
+    Show completions of a prompt at a generation batch, by default the latest with recorded ones: the highest reward first, equal ones once,
     episodes turn by turn.
     """
     rows: dict[tuple, dict[str, Any]] = {}
@@ -411,7 +406,7 @@ def completions(run: Run, prompt_id: int, generation: int | None = None) -> Mark
 
 
 def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
-    """Recorded completions of the last fifth of the generation batches with the highest rewards, or with `"ASC"` the lowest, each text once."""
+    """Show the recorded completions of the last fifth of the generation batches with the highest rewards, or with `"ASC"` the lowest, each text once."""
     found = run.sql(
         f"""SELECT *, coalesce(text, '') AS prompt FROM completions
         JOIN (SELECT prompt_id, any_value(text) AS text FROM prompts GROUP BY ALL) USING (prompt_id)
@@ -425,13 +420,14 @@ def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
 
 
 def stuck(run: Run) -> Markup:
-    """The prompts that cost most since their last pass, and what all such prompts cost."""
+    """Tabulate the prompts that cost most since their last pass, and say what all such prompts cost."""
     found = stuck_prompts(run)
     if found.empty:
         return Markup()
     all = found.iloc[0]
     told = (
-        f"{all['prompts']:,} prompts had no pass in their latest {FEW_VISITS} visits or more: {all['all_visits']:,.0f} visits, "
+        f"{all['prompts']:,} prompt{'s' * (all['prompts'] != 1)} had no pass in their latest {FEW_VISITS} visits or more: "
+        f"{all['all_visits']:,.0f} visits, "
         f"{all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
     )
     texts = [short_text(row) for row in found.to_dict("records")]
@@ -448,7 +444,7 @@ def stuck(run: Run) -> Markup:
 
 
 def forecast(found: "Forecast") -> Markup:
-    """What strategies would cost, as a sentence, bars and what was assumed."""
+    """Show what strategies would cost, as a sentence, bars and what was assumed."""
     shares = {f"groups of {size}": share for size, share in found.dead.items()}
     causes = {CAUSES[cause]: share for cause, share in found.causes.items()}
     costs = {price.name: price.seconds for price in found.prices}
@@ -459,6 +455,6 @@ def forecast(found: "Forecast") -> Markup:
 
 
 def turns(text: str) -> list[tuple[str, str]]:
-    """Role and content of each message of a recorded text; the role of a text that is no conversation is empty."""
+    """Split a recorded text into role and content of each message; the role of a text that is no conversation is empty."""
     before, *parts = _TURN.split(text)
     return [("", before)] * bool(before or not parts) + list(zip(parts[::2], parts[1::2], strict=True))

@@ -1,16 +1,21 @@
 """The sample of a trainer: its own rollouts and one update. Neither reaches its training."""
 
+import logging
 import time
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import DistributedType
+from tqdm.auto import tqdm
 
 from ..batch import Batch, Table
-from ..engine import Engine
+from ..engine import TRLAdapter
 from ..record.causes import causes
 from .sample import Costs, GroupSample, Horizon, constant_rewards
+
+
+logger = logging.getLogger(__name__)
 
 
 def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
@@ -29,7 +34,7 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
     plain = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all"}  # every group is trained on
     plain |= {"controller": "uniform", "controller_kwargs": {}, "telemetry": False, "overlap": "none"}
     plain |= {"prompt_features": "none", "window": 1}
-    with trainer.rehearsal(**plain) as view, accelerator.autocast():
+    with trainer.side_effect_free_copy(**plain) as view, accelerator.autocast():
         rows, known = _rows(view, num_prompts)
         step = view.generation_step
         drawn, roll_out = list[Batch](), step.rounds.finish
@@ -39,10 +44,13 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
             return drawn[-1]
 
         step.rounds.finish, step.passes.by_loader = kept, True
-        for start in range(0, len(rows), per_batch):
-            batch = rows[start : start + per_batch]
-            step.passes.num_groups, step.batch, step.micro_step = len(batch), None, 0
-            step.prepare([row for row in batch for _ in range(size)], Engine(view))
+        logger.info("To roll out: %d prompts with %d completions each, then one update.", len(rows), size)
+        with tqdm(None, "Forecast", len(rows), unit=" prompts", disable=args.disable_tqdm or None) as bar:
+            for start in range(0, len(rows), per_batch):
+                batch = rows[start : start + per_batch]
+                step.passes.num_groups, step.batch, step.micro_step = len(batch), None, 0
+                step.prepare([row for row in batch for _ in range(size)], TRLAdapter(view))
+                bar.update(len(batch))
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         step.prepare = lambda *given: None  # the batch is there

@@ -27,7 +27,7 @@ class RecipeError(ValueError):
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Raise what a recipe may cause as [`RecipeError`], which commands show without a traceback."""
+    """Turn errors that a recipe may cause into a [`RecipeError`], which commands show without a traceback."""
     try:
         yield
     except OSError as error:
@@ -35,7 +35,7 @@ def user_errors() -> Iterator[None]:
         raise RecipeError(path if error.filename and error.strerror else str(error)) from error
     except (ValueError, TypeError, ImportError) as error:
         raise RecipeError(str(error) or type(error).__name__) from error
-    except Exception as error:  # of a library that was given what it does not expect, or of a module of the user's
+    except Exception as error:  # from a library with unexpected input, or from a module of the user
         if type(error).__module__.startswith("lze_trl."):
             raise
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -45,8 +45,8 @@ def user_errors() -> Iterator[None]:
 @contextmanager
 def reported_errors(*expected: type[Exception]) -> Iterator[None]:
     """
-    End the process with one line where the message of an error says what to do, as those of this package and of trackers do,
-    and with a traceback for other errors, unless they are `expected`.
+    End the process with the message of an error in one line, if it says what to do: errors of this package and of trackers, and `expected`
+    ones. Others keep their traceback.
     """
     try:
         yield
@@ -59,13 +59,13 @@ def reported_errors(*expected: type[Exception]) -> Iterator[None]:
 
 
 def show_all_characters():
-    """Let this process show a question mark where the terminal lacks a character, such as × in ASCII."""
+    """Print a question mark for each character that the terminal lacks, such as × in ASCII."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice in a mapping, of which YAML would take the last."""
+    """Refuses a mapping with the same key twice; YAML would use the last value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = [key for key, _ in node.value]
@@ -76,7 +76,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_recipe(path: str | Path, kind: str = "recipe") -> dict[str, Any]:
-    """Keys and values of a recipe, or file of another `kind`. [`RecipeError`] is raised if it cannot be read or is no YAML mapping."""
+    """Read the keys and values of a recipe, or a file of another `kind`. Raises [`RecipeError`] if it is not a readable YAML mapping."""
     try:
         content = _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:

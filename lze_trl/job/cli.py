@@ -84,17 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
     app("--port", type=_port, help="port to listen on; default: the first free one from 7860 on")
 
     forecast = add(_forecast, "SOURCE [--num_prompts N]")
-    forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or that of TRL's logs")
+    forecast("source", metavar="SOURCE", help="a recipe, the folder of a run, or a folder with TRL's logs")
     forecast("--num_prompts", type=at_least_one, default=128, help="prompts to roll out, of a recipe")
     forecast("--reward", help="reward that a completion passes by, of TRL's logs; default: the sum of all")
 
-    profile = add(
-        _profile, "RECIPE --output DIR [--num_completions N] [--adaptive] [--keep LOW:HIGH] [--server URL ...]"
-    )
+    profile = add(_profile, "RECIPE --output DIR [--num_completions N] [--keep LOW:HIGH] [--server URL ...]")
     profile("recipe", metavar="RECIPE", help="a file under recipes/")
-    profile("--output", metavar="DIR", required=True, help="folder of the profile; one that was ended goes on")
+    profile("--output", metavar="DIR", required=True, help="folder of the profile; an unfinished one is continued")
     profile("--num_completions", type=at_least_one, default=8, help="completions of each prompt; default: 8")
-    profile("--adaptive", action="store_true", help="half of them first, and the rest where these have one reward")
     profile("--keep", metavar="LOW:HIGH", type=_range, help="pass rates of the prompts that DIR/kept gets")
     profile("--server", metavar="URL", nargs="+", help="running vLLM servers, which get the model's weights")
 
@@ -121,7 +118,7 @@ def _range(text: str) -> tuple[float, float]:
 
 
 def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Arguments of `accelerate launch` for those of `lze-trl train`, and the accelerate configuration that they name."""
+    """Turn the arguments of `lze-trl train` into those of `accelerate launch`; also return the named accelerate configuration."""
     command, config = ["--quiet"], {}  # the job reports an error once, and not again by the launcher
     if namespace.accelerate_config is not None:
         path = find_accelerate_config(namespace.accelerate_config)
@@ -134,7 +131,7 @@ def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple
 
 
 def find_accelerate_config(name: str) -> Path:
-    """File of an accelerate configuration, given by its path or by its name under `accelerate_configs/`."""
+    """Find the file of an accelerate configuration, given by its path or by its name under `accelerate_configs/`."""
     folders = [Path("accelerate_configs"), CHECKOUT / "accelerate_configs"]
     for path in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if path.is_file():
@@ -144,7 +141,7 @@ def find_accelerate_config(name: str) -> Path:
 
 
 def run_accelerate(arguments: Sequence[str]):
-    """Run `accelerate launch`, in a way in which signals reach the training and its exit status comes back."""
+    """Run `accelerate launch` so that signals reach the training and its exit status comes back."""
     from accelerate.commands import launch
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -156,7 +153,7 @@ def run_accelerate(arguments: Sequence[str]):
 
     # One process takes the place of this one: accelerate's launcher would end and leave it behind
     launch.simple_launcher = become
-    # Several are those of torchrun: it forwards signals, also one that is ignored, as under nohup, and kills what does not end in time
+    # Several processes are started by torchrun: it forwards signals, even ignored ones (nohup), and kills what does not end in time
     forwarded = [number for number in (*ENDING, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
     os.environ.setdefault("PET_SIGNALS_TO_HANDLE", ",".join(number.name for number in forwarded))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "120")
@@ -208,7 +205,7 @@ def _app(namespace: argparse.Namespace, flags: list[str]):
 
 
 def _forecast(namespace: argparse.Namespace, flags: list[str]):
-    """Say what a training would waste, why, and what each strategy would cost: of a recipe, a run, or TRL's logs."""
+    """Forecast what a training would waste, why, and what exact, gate and lze would cost: of a recipe, a run, or TRL's logs."""
     path = Path(namespace.source)
     if path.is_dir():
         if flags:
@@ -219,21 +216,29 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
         shown = forecast(sample_of_folder(path, namespace.reward))
     else:
         read_recipe(namespace.source)  # a wrong path is reported before the imports
+        _say_that_it_loads()
         from .train import forecast_recipe
 
         shown = forecast_recipe([namespace.source, *flags], namespace.num_prompts)
     sys.stdout.write(f"{shown}\n")
 
 
+def _say_that_it_loads():
+    """Show a sign of life before imports that take many seconds."""
+    sys.stderr.write("Loading libraries, model and data …\n")
+    sys.stderr.flush()
+
+
 def _profile(namespace: argparse.Namespace, flags: list[str]):
     """Roll out every prompt of a recipe's training set, and write the pass rate of each."""
     read_recipe(namespace.recipe)  # a wrong path is reported before the imports
+    _say_that_it_loads()
     from .train import profile_recipe
 
     arguments = [namespace.recipe, *flags, "--output_dir", namespace.output]
     if namespace.server:
         arguments += ["--use_vllm", "true", "--vllm_mode", "http", "--vllm_server_urls", *namespace.server]
-    settings = {name: vars(namespace)[name] for name in ("num_completions", "adaptive", "keep")}
+    settings = {name: vars(namespace)[name] for name in ("num_completions", "keep")}
     sys.stdout.write(f"{profile_recipe(arguments, **settings)}\n")
 
 

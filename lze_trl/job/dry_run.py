@@ -13,6 +13,10 @@ from trl.trainer.utils import get_callable_name
 from ..checks import outcome_rule, prepare, refuse_too_few
 from ..config import LZEGRPOConfig
 from ..prompt_checks import Context
+from ..record.numbers import number
+from ..redaction import without_secrets
+from ..rollout.controllers import DynamicSampling, ReinforceAda, RolloutController, UniformController
+from ..select.selectors import quota
 from . import user_errors
 from .estimate import UNKNOWN, estimated
 from .parts import make_evaluations
@@ -21,7 +25,7 @@ from .train import disable_progress_bars, setup_logging, starting_point, trainer
 
 
 def dry_run(arguments: Sequence[str], num_processes: int):
-    """Print strategy, data and batch geometry of the run of a recipe on this number of processes."""
+    """Print what the run of a recipe on this number of processes would do."""
     setup_logging(is_main=True)
     disable_progress_bars()
     if not torch.accelerator.is_available():  # as on a login node
@@ -38,37 +42,52 @@ def dry_run(arguments: Sequence[str], num_processes: int):
 
 
 def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
-    """What a run trains on, in words. Refuses what the run would refuse."""
+    """Describe in words what a run trains on, and refuse what the run would refuse."""
     given = trainer_arguments(script_args, args, model_args)
     init_kwargs: Any = args.model_init_kwargs
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
     dataset, controller, resolved = prepare(args, rows, funcs, given)
-    outcome_rule(args, funcs, [get_callable_name(func) for func in funcs], controller)
+    reward_names = [get_callable_name(func) for func in funcs]
+    outcome_rule(args, funcs, reward_names, controller)
+    num_different, left_out, context, writes = len(dataset), "", None, args.self_play["instruct"]
     own = {name: init_kwargs[name] for name in ("revision", "trust_remote_code")}
-    different, left_out, context, writes = len(dataset), "", None, args.self_play["instruct"]
     with suppress(*UNKNOWN):
         context = Context.of_model(given["model"], args.max_completion_length or 0, **own)
     if context is not None and not writes:
         dataset, left_out = context.fitting(dataset, "training set")
         refuse_too_few(dataset, args)
     groups, steps = args.generation_batch_size // args.num_generations, args.max_steps
+    iterated_steps = args.steps_per_generation * args.num_iterations  # micro-steps of a generation batch
     if steps <= 0:  # as transformers and TRL count them
-        micro_steps = len(dataset) // groups * args.steps_per_generation * args.num_iterations
+        micro_steps = len(dataset) // groups * iterated_steps
         steps = math.ceil(args.num_train_epochs * math.ceil(micro_steps / args.gradient_accumulation_steps))
+    batches = math.ceil(steps * args.gradient_accumulation_steps / iterated_steps)
+    drawn, trained = (batches * count for count in most_completions(args, controller))
+    plain = batches * args.generation_batch_size
+    weights = args.reward_weights or [1.0] * len(funcs)
     facts = {
         "model": str(model_args.model_name_or_path),
-        "strategy": f"{args.strategy}: selector {args.selector}, selection_ratio {args.selection_ratio}, "
-        f"controller {args.controller}, pruning {resolved['pruning']}",
+        "strategy": in_force(args, controller, resolved["pruning"]),
+        "rewards": ", ".join(f"{name} × {weight:g}" for name, weight in zip(reward_names, weights, strict=False))
+        or "of the environment",
+        "generation": backend(args),
         "prompts": f"written by the model, from {len(dataset):,} seeds"
         if writes
-        else f"{different:,} of {len(rows):,} rows are different",
+        else f"{num_different:,} of {len(rows):,} rows are different",
         "processes": f"{args.world_size:,}",
         "prompts a generation batch": f"{groups:,}",
         "completions a generation batch": f"{args.generation_batch_size:,}",
         "optimizer steps": f"{steps:,}",
     }
+    if not writes:
+        more = "at least " if controller.draws_prompts or resolved["pruning"] == "refill" else ""
+        facts["passes over the data"] = f"{more}{number(batches * groups / len(dataset))}"
+    about = "about" if controller.draws_prompts and not isinstance(controller, DynamicSampling) else "at most"
+    facts["completions"] = f"{about} {drawn:,} drawn and {trained:,} trained on; by plain GRPO {plain:,}"
     try:
-        facts |= estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"], steps)
+        facts |= estimated(
+            given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"], drawn, trained, plain
+        )
     except UNKNOWN as error:
         facts["memory"] = f"not known: {str(error).partition(chr(10))[0]}"
     if left_out:
@@ -81,4 +100,41 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
         if evaluation is not None:
             sizes = [f"{name} ({len(problems):,} problems)" for name, problems in evaluation.tasks.items()]
             facts[label] = ", ".join(sizes)
-    return facts
+    return facts | {"started": "nothing; without `--dry_run`, the same command trains"}
+
+
+def uses_ratio(args: LZEGRPOConfig, controller: RolloutController) -> bool:
+    """Tell whether `selection_ratio` limits the groups that are trained on."""
+    return args.selector not in ("all", "zero_variance") or controller.fills_update
+
+
+def in_force(args: LZEGRPOConfig, controller: RolloutController, pruning: str) -> str:
+    """Name the strategy, and the settings of it that have an effect."""
+    ratio = f" of {args.selection_ratio:g}" if uses_ratio(args, controller) else ""
+    planner = "" if pruning == "none" else f" by planner {args.planner}"
+    return (
+        f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, pruning {pruning}{planner}"
+    )
+
+
+def backend(args: LZEGRPOConfig) -> str:
+    """Name what generates the completions."""
+    if not args.use_vllm:
+        return "by transformers"
+    if args.over_http:
+        return f"by vLLM servers over HTTP: {', '.join(map(without_secrets, args.vllm_server_urls or ()))}"
+    return "by vLLM in the training processes" if args.vllm_mode == "colocate" else "by a server of `trl vllm-serve`"
+
+
+def most_completions(args: LZEGRPOConfig, controller: RolloutController) -> tuple[int, int]:
+    """Count the completions that the strategy draws, and those it trains on, in a generation batch at most."""
+    groups, size = args.generation_batch_size // args.num_generations, args.num_generations
+    drawn, kept = groups * size, size
+    match controller:
+        case ReinforceAda():
+            drawn, kept = groups * controller.round_size * controller.max_rounds, controller.kept
+        case DynamicSampling():
+            drawn = groups * size * controller.max_rounds
+        case UniformController(kept=int(most)):
+            kept = min(size, most)
+    return drawn, kept * (quota(args.selection_ratio or 1.0, groups) if uses_ratio(args, controller) else groups)

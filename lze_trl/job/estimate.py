@@ -22,11 +22,20 @@ _SHOWN_PROMPTS = 256  # that are tokenized for the longest one
 
 
 def estimated(
-    model: str, prompts: Sequence[Any], args: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None, steps: int
+    model: str,
+    prompts: Sequence[Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    peft_config: PeftConfig | None,
+    drawn: int,
+    trained: int,
+    plain: int,
 ) -> dict[str, str]:
     """
-    Memory of a process that holds the whole model, and FLOPs of plain GRPO if all completions are as long as allowed, in words.
-    `kwargs` are those of `from_pretrained`. Raises one of [`UNKNOWN`] for a configuration or a tokenizer that cannot be read here, and for a
+    Estimate in words the memory of a process that holds the whole model, and the FLOPs if all completions are as long as allowed: of
+    `drawn` completions, of which some are `trained` on, and of the completions of `plain` GRPO.
+
+    `kwargs` go to `from_pretrained`. Raises one of [`UNKNOWN`] for a configuration or a tokenizer that cannot be read here, and for a
     model that cannot be run without memory.
     """
     own = {name: value for name, value in kwargs.items() if name in ("revision", "trust_remote_code")}
@@ -41,26 +50,26 @@ def estimated(
         built = built if peft_config is None else get_peft_model(built, peft_config)
     cost = token_cost(built, args.gradient_checkpointing)
     held = sum(p.numel() * p.element_size() for p in built.parameters())
-    trained = [p for p in built.parameters() if p.requires_grad]
-    state = sum(3 * p.numel() * p.element_size() for p in trained)  # gradient and both moments of Adam
+    trainable = [p for p in built.parameters() if p.requires_grad]
+    state = sum(3 * p.numel() * p.element_size() for p in trainable)  # gradient and both moments of Adam
     batch = micro_batch_bytes(config, rows, tokens, args.max_completion_length, args.gradient_checkpointing)
     parts = {"weights": held, "gradients and Adam": state, f"{rows} rows of {tokens:,} tokens": batch}
     memory = ", ".join(f"{part} {size / _GIB:.1f}" for part, size in parts.items())
     if args.use_vllm and args.vllm_mode == "colocate":
         memory += f"; vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the GPU besides"
-    completions = steps * args.generation_batch_size * args.gradient_accumulation_steps
-    completions //= args.steps_per_generation * args.num_iterations
-    passes = cost.forward + cost.train * args.num_iterations
+    train = cost.train * args.num_iterations
+    flops = tokens * (drawn * cost.forward + trained * train)
+    plain_flops = tokens * plain * (cost.forward + train)
     return {
-        "parameters": f"{sum(p.numel() for p in trained):,} trained of {sum(p.numel() for p in built.parameters()):,}",
+        "parameters": f"{sum(p.numel() for p in trainable):,} trained of {sum(p.numel() for p in built.parameters()):,}",
         "memory": f"about {sum(parts.values()) / _GIB:.1f} GiB: {memory}",
-        "at most, by plain GRPO": f"{completions:,} completions, {completions * tokens * passes:.1e} FLOPs",
+        "FLOPs": f"at most {flops:.1e}, by plain GRPO {plain_flops:.1e}, if all completions are as long as allowed",
     }
 
 
 def micro_batch_bytes(config: PreTrainedConfig, rows: int, tokens: int, completion: int, checkpointing: bool) -> int:
     """
-    Bytes of a forward and backward pass in bfloat16: what autograd keeps, by running the model's own code without memory, and the
+    Count the bytes of a forward and backward pass in bfloat16: what autograd keeps, by running the model's own code without memory, and the
     gradients of the logits. With `checkpointing`, the input of each layer, and all that one layer keeps.
     """
     text, kept = config.get_text_config(), dict[int, Any]()
@@ -88,7 +97,7 @@ def micro_batch_bytes(config: PreTrainedConfig, rows: int, tokens: int, completi
 
 
 def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a configuration, as TRL chooses its class, on the device of the context."""
+    """Build the model of a configuration, as TRL chooses its class, on the device of the context."""
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     if architecture is None:
         return AutoModelForCausalLM.from_config(config, dtype=dtype)

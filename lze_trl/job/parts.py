@@ -1,4 +1,4 @@
-"""What a recipe names, made from its settings: data, rewards, evaluations, and what self-instruction begins with."""
+"""Make the parts that a recipe names: data, rewards, evaluations, and what self-instruction begins with."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ from .recipe import LZEScriptArguments
 
 
 def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
-    """Training set, and evaluation set if the recipe names one."""
+    """Load the training set, and the evaluation set if the recipe names one."""
     if not args.datasets:
         raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
     shared = {name: vars(args)[name] for name in ("system_prompt", "prompt_suffix", "conversational")}
@@ -37,7 +37,7 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
 
 
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
-    """The reward functions of a recipe."""
+    """Make the reward functions of a recipe."""
     settings = args.max_completion_length, script_args.majority
     rewards = [get_reward(name, *settings) for name in script_args.reward_funcs]
     return [reward() if isinstance(reward, type) else reward for reward in rewards]
@@ -46,7 +46,7 @@ def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[A
 def make_evaluation(
     script_args: LZEScriptArguments, args: LZEGRPOConfig, tasks: list[str], samples: int = 1, limit: int | None = None
 ) -> Evaluation:
-    """An evaluation on tasks, with the prompts, the reward and the decoding of the training; of one sample, greedy."""
+    """Make an evaluation on tasks, with the prompts, reward and decoding of the training; one sample is decoded greedily."""
     sampling: dict[str, Any] = {"temperature": args.temperature, "top_p": args.top_p, "top_k": max(args.top_k, 0)}
     decoding = Decoding(
         **(sampling if samples > 1 else {}),
@@ -70,7 +70,7 @@ def make_evaluation(
 def make_evaluations(
     script_args: LZEScriptArguments, args: LZEGRPOConfig, dataset: Dataset
 ) -> tuple[Evaluation | None, Evaluation | None]:
-    """Those during a training on a dataset: on tasks, and on a probe set, whose problems must not be in the dataset."""
+    """Make the evaluations of a training on a dataset: on tasks, and on a probe set, whose problems must not be in the dataset."""
     tasks = probe = None
     if names := script_args.eval_tasks:
         tasks = make_evaluation(script_args, args, names, script_args.eval_tasks_samples, script_args.eval_tasks_limit)
@@ -88,8 +88,8 @@ def make_evaluations(
 
 def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> Instruction:
     """
-    What self-instruction begins with: the bare problems of the training sets, those that no new problem may resemble (of
-    all that the recipe evaluates on), the prompts around problems, and the recipe's own generator.
+    Collect what self-instruction begins with: the bare problems of the training sets, the problems of all evaluations, which no new problem
+    may resemble, the prompts around problems, and the recipe's own generator.
     """
     plain: dict[str, Any] = {"conversational": True, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
     train, held_out = load_data(replace(script_args, **plain), args)
@@ -103,5 +103,5 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> In
 
 
 def load_named(key: str, name: str | None) -> Any:
-    """What a setting of the recipe names by its import path: a function or a class; `None` where it is unset."""
+    """Import the function or class that a setting names by its path; `None` where it is unset."""
     return None if name is None else imported(name, f"`{key}: {name}`")

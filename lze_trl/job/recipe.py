@@ -1,4 +1,4 @@
-"""Recipes: a YAML file and flags, read by TRL's parser into the dataclasses of a run."""
+"""Read recipes: a YAML file and flags, by TRL's parser, into the dataclasses of a run."""
 # ruff: noqa: RUF009 - HfArg returns a field
 
 import argparse
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_type_hints
 
 from transformers.hf_argparser import HfArg
-from trl import ModelConfig, TrlParser
+from trl import GRPOConfig, ModelConfig, TrlParser
 
 from ..checks import refuse_contradictions
 from ..config import LZEGRPOConfig
@@ -20,7 +20,7 @@ from . import RecipeError, near_names, read_recipe, user_errors
 
 
 def _flag(default: Any = None, help: str = "") -> Any:
-    """A field with its help; a list is the default of a new list."""
+    """Make a field with its help; a default that is a list is copied."""
     given = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
     return HfArg(**given, help=help)
 
@@ -98,7 +98,9 @@ class LZEScriptArguments:
 RECIPE_CLASSES: Any = (LZEScriptArguments, LZEGRPOConfig, ModelConfig)
 KEYS = {field.name for recipe_class in RECIPE_CLASSES for field in fields(recipe_class) if field.init}
 """Every known key of a recipe."""
-# What libraries take, and say so where they describe it, but not in the type that their parsers read
+_KEYS_OF_LIBRARIES = {field.name for theirs in (GRPOConfig, ModelConfig) for field in fields(theirs)}
+_KEYS_OF_LIBRARIES -= set(LZEGRPOConfig.__annotations__)
+# Types that libraries document and accept, wider than the annotations that their parsers read
 _WIDER: dict[str, Any] = dict.fromkeys(("lora_target_modules", "lora_target_parameters"), list[str] | str | None)
 _WIDER |= {"scale_rewards": bool | str | None, "fsdp": bool | str | list[str] | None}
 
@@ -117,6 +119,13 @@ def parse_recipe(
     return script_args, training_args, model_args
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Leaves out the default `None`: the help says in words what it stands for."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def check_recipe(arguments: Sequence[str]) -> list[str]:
     """
     Refuse unknown keys and flags and values of wrong types, without building the configuration, which would occupy the
@@ -125,8 +134,12 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
         arguments.insert(0, "--config")
-    parser = TrlParser(RECIPE_CLASSES, allow_abbrev=False, exit_on_error=False, prog="lze-trl train")
-    parser.add_argument("--config", metavar="RECIPE")
+    usage = "lze-trl train RECIPE [--key VALUE ...]"  # argparse would list all keys
+    own = {"allow_abbrev": False, "exit_on_error": False, "usage": usage, "formatter_class": _HelpFormatter}
+    parser = TrlParser(RECIPE_CLASSES, **own)
+    parser.add_argument("--config", metavar="RECIPE", help="A file under recipes/.")
+    # In the help, TRL's keys come after ours
+    parser._optionals._group_actions.sort(key=lambda action: action.dest in _KEYS_OF_LIBRARIES)
     try:
         namespace, unknown = parser.parse_known_args(arguments)
         recipe = read_recipe(namespace.config) if namespace.config else {}
@@ -149,14 +162,14 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
 
 
 def _refuse_unreadable_mapping(name: str, value: Any):
-    """Refuse a text that is meant as the JSON of a mapping and is none; it may hold a secret, and is not repeated."""
+    """Refuse a text that should be a mapping in JSON and is not. It may hold a secret, so the error does not repeat it."""
     if isinstance(value, str) and (name.endswith("_kwargs") or value.lstrip().startswith("{")):
         try:
             if not isinstance(json.loads(value), dict):
                 raise ValueError("it is something else")
         except ValueError as error:
-            told = f"`{name}` must be a mapping, on a command line JSON such as '{{\"a\": 1}}': {error}."
-            raise RecipeError(told) from error
+            message = f"`{name}` must be a mapping, on a command line JSON such as '{{\"a\": 1}}': {error}."
+            raise RecipeError(message) from error
 
 
 def _refuse(unknown: str):

@@ -6,7 +6,7 @@ accelerate launch [--config_file accelerate_configs/zero3.yaml] -m lze_trl.job.t
 `lze-trl train recipes/….yaml` starts the same.
 """
 
-if __name__ == "__main__":  # under its own name, after imports of many seconds, of which Ctrl-C shows nothing
+if __name__ == "__main__":  # imports take seconds, and Ctrl-C meanwhile shows no traceback
     from lze_trl.signals import ENDING, end_at_once, end_with_launcher, handling
 
     end_with_launcher()
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 def build_trainer(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> LZEGRPOTrainer:
-    """The trainer of a recipe."""
+    """Build the trainer of a recipe, with its evaluations."""
     arguments = trainer_arguments(script_args, training_args, model_args)
     tasks, probe = make_evaluations(script_args, training_args, arguments["train_dataset"])
     trainer = LZEGRPOTrainer(**arguments)
@@ -61,7 +61,7 @@ def build_trainer(
 
 
 def _idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
-    """The trainer of a recipe and flags, which is not to train, and reports nothing."""
+    """Build a trainer of a recipe and flags that will not train and reports nothing."""
     setup_logging(is_main=True)
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
@@ -73,7 +73,7 @@ def _idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
 
 
 def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
-    """The [`~lze_trl.forecast.Forecast`] of a recipe and flags, which trains and writes nothing."""
+    """Make the [`~lze_trl.forecast.Forecast`] of a recipe and flags, without training or writing anything."""
     trainer = _idle_trainer(arguments)
     with user_errors():
         return trainer.forecast(num_prompts)
@@ -91,7 +91,7 @@ def profile_recipe(arguments: Sequence[str], **settings: Any) -> str:
 def trainer_arguments(
     script_args: LZEScriptArguments, training_args: LZEGRPOConfig, model_args: ModelConfig
 ) -> dict[str, Any]:
-    """Arguments of the trainer of a recipe, by name; the model is not loaded."""
+    """Return the arguments of a recipe's trainer, by name. The model is not loaded."""
     if model_args.model_name_or_path is None:
         raise RecipeError("`model_name_or_path` is not set. Give a Hub id or a local folder.")
     refuse_missing_model(model_args.model_name_or_path)  # before the data is read
@@ -125,7 +125,7 @@ def trainer_arguments(
 
 
 def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> str | None:
-    """Checkpoint to resume: the one named, or for `auto` and `true` the last complete one of `output_dir`, if any."""
+    """Find the checkpoint to resume from: the named one, or for `auto` and `true` the last complete one of `output_dir`, if any."""
     wanted, checkpoint = str(args.resume_from_checkpoint or "false").lower(), args.resume_from_checkpoint
     if wanted in ("true", "auto"):
         tell = logger.warning if args.process_index == 0 else None
@@ -142,7 +142,7 @@ def starting_point(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> str 
 
 
 def disable_progress_bars():
-    """Switch off those of the libraries."""
+    """Switch off the progress bars of the libraries."""
     datasets.disable_progress_bars()
     huggingface_hub.utils.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
@@ -171,7 +171,7 @@ def _run(script_args: Any, training_args: Any, model_args: Any, before_training:
         trainer = build_trainer(script_args, training_args, model_args)
     trainer.resume_command = "the same command with `--resume_from_checkpoint auto`"
     trainer.generation_step.recorder.described["datasets"] = script_args.datasets
-    if trainer.is_world_process_zero():  # that of an earlier run
+    if trainer.is_world_process_zero():  # of an earlier run
         (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
         if checkpoint is None:
             remove_evaluations(output_dir)
@@ -229,7 +229,7 @@ def publish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]):
 
 
 def setup_logging(is_main: bool):
-    """Readable lines from this package; from other processes only warnings."""
+    """Log readable lines of this package; on other processes than the main one, only warnings."""
     quiet_transformers()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("lze_trl").setLevel(logging.INFO if is_main else logging.WARNING)

@@ -45,21 +45,26 @@ def _hash(value: Any) -> str:
 
 def weights_hash(model: Any) -> str | None:
     """
-    A hash of weights as bfloat16, so that float32 and bfloat16 have one; without adapters, since a new one changes nothing. `None` where
-    DeepSpeed or FSDP has shared the weights out.
+    Hash the weights as bfloat16, so that float32 and bfloat16 have one hash, with LoRA adapters merged, so that a new one changes nothing.
+    `None` where DeepSpeed or FSDP has sharded the weights, and with adapters of other kinds.
     """
     import torch
+    from peft import PeftModel
     from torch.distributed.tensor import DTensor
 
     from ..fingerprint import hashes_of
+    from ..servers.adapters import deltas, merged_parameters
 
+    plain = ((name, weight, None) for name, weight in model.named_parameters(remove_duplicate=False))
     hashes = {}
-    for name, weight in model.named_parameters():
-        if isinstance(weight, DTensor) or "ds_tensor" in vars(weight):
-            return None
-        own = name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
-        if "lora_" not in own and "modules_to_save" not in own and weight.numel():
-            hashes[own] = [part.item() for part in hashes_of(weight.detach().to(torch.bfloat16).reshape(-1))]
+    try:
+        for name, weight, layer in merged_parameters(model) if isinstance(model, PeftModel) else plain:
+            if isinstance(weight, DTensor) or "ds_tensor" in vars(weight):
+                return None
+            merged = weight.detach() if layer is None else sum(deltas(layer), weight.detach())
+            hashes[name] = [part.item() for part in hashes_of(merged.to(torch.bfloat16).reshape(-1))]
+    except ValueError:  # they cannot be merged
+        return None
     return _hash(hashes)
 
 

@@ -36,8 +36,8 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
     remember(batch, state, per_batch)
     parts = {"prompts": state, "foresight": state.foresight.model, "gate": state.threshold}
     checkpoint.save(folder, checkpoint.STATE_NAME, parts, {"global_step": 0})
-    sample, own = groups_of(batch, per_batch), batch.take(places(batch.group) < batch.sizes.min())
-    found, results = forecast(groups_of(own, per_batch)), results_of(batch, sample.causes)
+    sample = groups_of(batch, per_batch)
+    found, results = forecast(sample), results_of(batch, sample.causes)
     dataset, rates = with_results(trainer.train_dataset, results), results["pass_rate"].to_numpy()
     never, always = (percent(float((rates == rate).mean())) for rate in (0.0, 1.0))
     tokens, seconds = (batch.prompt_tokens + batch.completion_tokens).sum(), sum(group["seconds"] for group in groups)
@@ -51,9 +51,10 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
     configs = []
     for place, rows in tables.items():
         (path := folder / place / store.DATA).parent.mkdir(exist_ok=True)
-        rows.to_parquet(path)
+        rows.to_parquet(content := io.BytesIO())
+        write_atomically(path, content.getvalue())
         # `datasets` takes a folder of the same name with the same card for this one: what differs is the description
-        hash, name = xxhash.xxh64(path.read_bytes()).hexdigest(), "default" if place == "data" else place
+        hash, name = xxhash.xxh64(content.getvalue()).hexdigest(), "default" if place == "data" else place
         configs.append(f'- {{config_name: {name}, data_files: {place}/{store.DATA}, description: "{hash}"}}')
     with suppress(ImportError):  # without `lze_trl[app]` there is none
         write_atomically(folder / "profile.png", picture(results, found.dead))

@@ -13,16 +13,15 @@ import xxhash
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from ..batch import Batch, Prompts
+from ..batch import Batch
 from ..claim import claimed
-from ..engine import Engine
+from ..engine import TRLAdapter
 from ..files import write_atomically
 from ..forecast.probe import refuse_processes
 from ..plan.passes import Plan
 from ..record.numbers import number
 from ..record.tables import plain_text
 from ..redaction import without_secrets
-from ..rollout.controllers import RolloutController
 from ..seeding import keyed_rng
 from . import folder as store
 from .results import NUMBERS, write_results
@@ -34,34 +33,20 @@ _TOLD_AFTER = 100  # completions, from which the costs of all are told
 _ON_SERVERS = 1024  # completions that servers work on at a time
 
 
-class Looks(RolloutController):
-    """A first look at every prompt, and a second one where all of its completions have one reward."""
-
-    def __init__(self, first: int, second: int = 0):
-        self.first, self.second, self.by_group = first, second, second > 0
-
-    def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
-        """Completions of each prompt, shape `(P,)`."""
-        again = (drawn.sizes == self.first) & ~drawn.alive
-        return np.where(again, self.second, 0) if round else np.full(len(prompts), self.first)
-
-
-def profile(trainer: Any, folder: Path, num_completions: int = 8, adaptive: bool = False, keep: Any = None) -> str:
+def profile(trainer: Any, folder: Path, num_completions: int = 8, keep: tuple[float, float] | None = None) -> str:
     """
     Roll out every prompt of a trainer's training set by its own engine, template and rewards, and write what is found into a folder. A
     profile that was ended goes on. Nothing of it reaches the training of this trainer, which has not begun.
 
-    With `adaptive`, half of the completions are drawn first, and the rest where these have one reward. `keep` are the lowest and highest
-    pass rate of the prompts that `folder/kept` gets. Returns the summary in words. Raises [`ProfileError`] if the folder holds another
-    profile, or such prompts cannot be profiled.
+    `keep` are the lowest and highest pass rate of the prompts that `folder/kept` gets. Returns the summary in words. Raises
+    [`ProfileError`] if the folder holds another profile, or such prompts cannot be profiled.
     """
-    args, least = trainer.args, 4 if adaptive else 2
+    args = trainer.args
     refuse_processes(trainer.accelerator, "profile")
     reads = isinstance(trainer.train_dataset, Dataset) and trainer.prompt_state.recurring
     for applies, told in (
-        (num_completions < least, f"`num_completions` must be at least {least} here, got {num_completions}. Use 8."),
+        (num_completions < 2, f"`num_completions` must be at least 2, got {num_completions}. Use 8."),
         (not reads or args.self_play["instruct"], "A profile needs a `train_dataset` of prompts that come again. Give one without streaming and self-play."),
-        (adaptive and args.multi_objective_aggregation != "sum_then_normalize", "`adaptive` draws groups of several sizes, and `multi_objective_aggregation` needs one. Unset one of them."),
     ):  # fmt: skip
         if applies:
             raise store.ProfileError(told)
@@ -70,7 +55,7 @@ def profile(trainer: Any, folder: Path, num_completions: int = 8, adaptive: bool
         raise store.ProfileError(
             f"A profile needs two prompts or more, and the training set has {len(ids)}. Give more."
         )
-    settings = store.described(trainer) | {"num_completions": num_completions, "adaptive": adaptive, "seed": args.seed}
+    settings = store.described(trainer) | {"num_completions": num_completions, "seed": args.seed}
     settings["engine"] = args.vllm_mode if args.use_vllm else "transformers"
     settings |= {"prompts": len(ids), "prompt_ids": xxhash.xxh64(ids.tobytes()).hexdigest()}
     with claimed(folder):
@@ -83,27 +68,26 @@ def profile(trainer: Any, folder: Path, num_completions: int = 8, adaptive: bool
             write_atomically(folder / store.MANIFEST, json.dumps(manifest, indent=1).encode())
         elif told := store.differences(manifest["settings"], settings):
             raise store.ProfileError(f"`{folder}` has other settings: {told}. Give them, or another `--output`.")
-        _roll_out(trainer, folder, num_completions, adaptive, len(ids))
+        _roll_out(trainer, folder, num_completions, len(ids))
         return write_results(trainer, folder, keep)
 
 
-def _roll_out(trainer: Any, folder: Path, size: int, adaptive: bool, count: int):
+def _roll_out(trainer: Any, folder: Path, size: int, count: int):
     """Append the groups of the prompts that the folder lacks, a batch at a time."""
     groups, args = store.read_groups(folder), trainer.args
     order = keyed_rng(args.seed, 0, "profile").permutation(count)
     left = order[~np.isin(order, [group["row"] for group in groups])]
-    looks = Looks(size // 2, size - size // 2) if adaptive else Looks(size)
-    at_once = max(1, max(_ON_SERVERS if args.over_http else 0, args.generation_batch_size) // looks.first)
-    # Groups are drawn by these looks, whatever the controller of the recipe, and nothing is trained on
+    at_once = max(1, max(_ON_SERVERS if args.over_http else 0, args.generation_batch_size) // size)
+    # Whole groups are drawn, whatever the controller of the recipe, and nothing is trained on
     own = {"num_generations": size, "controller": "uniform", "controller_kwargs": {}, "selector": "all"}
     own |= {"selection_ratio": 1.0, "telemetry": False, "overlap": "none"}
-    logger.info("To roll out: %d of %d prompts, %d to %d completions each.", len(left), count, looks.first, size)
+    logger.info("To roll out: %d of %d prompts, %d completions each.", len(left), count, size)
     drawn, tokens, begun = 0, 0, time.monotonic()
     # None: on a terminal
     bar = tqdm(None, "Profile", count, initial=count - len(left), unit=" prompts", disable=args.disable_tqdm or None)
-    with bar, trainer.rehearsal(**own) as view, trainer.accelerator.autocast():
-        rounds, engine = view.generation_step.rounds, Engine(view)
-        rounds.controller, rounds.passes.variable_group_size = looks, True
+    with bar, trainer.side_effect_free_copy(**own) as view, trainer.accelerator.autocast():
+        rounds, engine = view.generation_step.rounds, TRLAdapter(view)
+        rounds.passes.variable_group_size = True
         for place in range(0, len(left), at_once):
             rows, start = left[place : place + at_once], time.monotonic()
             # Keyed by its first prompt: a batch has the same completions however often a profile was ended before

@@ -24,11 +24,10 @@ _FULL = 0.95  # share of its range from which a reward is at its highest
 _CHANCE = 0.1  # share of dead groups that pass rates which differ may add to what chance makes dead
 _ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
-# What is said first: causes of which the first makes the others beside the point
+# What is said first, as it makes the rest beside the point. Of `causes`, the most frequent one is said first
 _SEVERITY = (
-    *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed", "cut_off"),
-    *("same_text", "group_size", "hopeless", "solved", "equal", "value", "often_cut", "shaping", "logprobs"),
-    *("left_out", "gate"),
+    *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed", "group_size"),
+    *("causes", "value", "often_cut", "shaping", "logprobs", "left_out", "gate"),
 )
 _CURES = {
     "unscored": "Check that answers are parsed, and that the reward functions get the dataset columns that they read.",
@@ -44,7 +43,7 @@ _CURES = {
 
 def accuracy_reward(pass_reward: str | None, reward_names: list[str]) -> str | None:
     """
-    The reward function that says whether a completion is right: the user's `pass_reward`, else the only one whose name says so, as
+    Return the reward function that says whether a completion is right: the user's `pass_reward`, else the only one whose name says so, as
     `accuracy_reward` and `exact_match_reward` do; `None` if that is the total, or not known.
     """
     named = {name for name in reward_names if any(word in name.lower() for word in _ACCURACY)}
@@ -111,7 +110,7 @@ class Advice:
 
     def _price(self, batch: Batch, forecasts: np.ndarray) -> float:
         """
-        Completions for each live group over those of this batch, had the groups been chosen by what was remembered of them. A gate
+        Estimate completions for each live group over those of this batch, had the groups been chosen by what was remembered of them. A gate
         also sees their first completions, so it saves more; 1 where it would save nothing, NaN where a controller chose already.
         """
         if self.args.controller != "uniform" or not batch.alive.any():
@@ -123,9 +122,11 @@ class Advice:
         return min(1.0, drawn / kept * batch.alive.sum() / batch.num_rows) if kept else 1.0
 
     def lines(self, ended: bool = False) -> dict[str, str]:
-        """Sentences by their cause, the most severe first. Once a run has `ended`, its batches are enough even if they are few."""
+        """Return the sentences by their cause, the most severe first. Once a run has `ended`, its batches are enough even if they are few."""
         said = self._lines(ended)
-        return {cause: said[cause] for cause in sorted(said, key=lambda name: _SEVERITY.index(name.partition(".")[0]))}
+        kinds = {name: name.partition(".")[0] for name in said}
+        places = {name: _SEVERITY.index(kind if kind in _SEVERITY else "causes") for name, kind in kinds.items()}
+        return {name: said[name] for name in sorted(said, key=places.__getitem__)}
 
     def _lines(self, ended: bool) -> dict[str, str]:
         of_data = {"left_out": self.left_out} if self.left_out else {}
@@ -133,21 +134,24 @@ class Advice:
             return of_data
         frame = pd.DataFrame(self._recent)
         table = {name: frame[name].to_numpy() for name in frame}
-        flat = len(self._recent) >= _FEW and (table["dead"] == 1.0).all()
+        few = len(self._recent) >= _FEW
+        collapsed = self._of_collapse(table) if ended or few else {}
+        flat = few and (table["dead"] == 1.0).all()
         if not (ended or flat or len(self._recent) == PATIENCE):
-            return of_data
+            return of_data | collapsed
         batches = f"{len(self._recent)} generation batches" if len(self._recent) > 1 else "generation batch"
         settings = self._of_settings(table, batches)
-        if collapsed := self._of_collapse(table, batches):
+        if collapsed:
             return of_data | collapsed | settings
         of_groups = self._of_groups(table, batches) | self._of_values(table, batches)
         return of_data | of_groups | self._of_rewards(table, batches) | settings
 
-    def _of_collapse(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
-        """A policy that answers every prompt with one text, mostly none: whatever the rewards say follows from that."""
+    def _of_collapse(self, table: dict[str, np.ndarray]) -> dict[str, str]:
+        """Say that the policy answers most prompts with one text or with none: whatever the rewards say follows from that."""
         latest = {name: values[-_FEW:].mean() for name, values in table.items()}
-        if latest["dead"] < _MOST or max(latest["empty"], latest["one_text"]) < _MOST:
+        if latest["empty"] < _MOST and min(latest["dead"], latest["one_text"]) < _MOST:
             return {}
+        count = min(len(self._recent), _FEW)
         what = f"{latest['one_text']:.0%} of the groups drawn in full had one text only"
         if latest["empty"] >= _MOST:
             what = f"{latest['empty']:.0%} of the completions were empty"
@@ -160,7 +164,9 @@ class Advice:
                 fell.append(f"`{name}` went from {before:.3g} to {mean:.3g}")
         on, but = f" on {' and '.join(full)}" * bool(full), f"; {', '.join(fell)}" * bool(fell)
         cure = "the weight of what rewards such a text, or the learning rate" if full else "the learning rate"
-        return {"collapsed": f"In the last {batches}, {what}: the policy has collapsed{on}{but}. Lower {cure}."}
+        return {
+            "collapsed": f"In the last {count} generation batches, {what}: the policy has collapsed{on}{but}. Lower {cure}."
+        }
 
     def _of_groups(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         said, dead, limit = {}, table["dead"].mean(), self.args.max_completion_length
@@ -168,7 +174,7 @@ class Advice:
         at_limit, higher = ("", "") if limit is None else (f" at {limit} tokens", f": {2 * limit}")
         stopped = " or stopped early" if table["stopped"].any() else ""
         too_small = self._of_size(table, dead, batches)
-        for cause, what in CAUSES.items():
+        for cause in sorted(CAUSES, key=lambda name: -table[name].mean()):
             share = table[cause].mean()
             if too_small and cause in ("solved", "hopeless"):
                 continue
@@ -176,7 +182,7 @@ class Advice:
                 at = at_limit if cause == "cut_off" else ""
                 said[cause] = (
                     f"{dead:.0%} of the groups of the last {batches} were dead{stopped}, {share:.0%} of all groups with this cause: "
-                    f"{what}{at}. {self._cure(cause)}"
+                    f"{CAUSES[cause]}{at}. {self._cure(cause)}"
                 )
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
@@ -191,7 +197,7 @@ class Advice:
         return "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
 
     def _of_values(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
-        """Values of a column of the data whose groups were all dead, while others of it lived."""
+        """Name the values of a column of the data whose groups were all dead, while others of it lived."""
         said: dict[str, str] = {}
         sums: defaultdict[str, Counter] = defaultdict(Counter)
         for name, numbers in table.items():
@@ -210,7 +216,7 @@ class Advice:
         return said
 
     def _of_size(self, table: dict[str, np.ndarray], dead: float, batches: str) -> dict[str, str]:
-        """Groups that are too small for the pass rate: as many are dead as chance makes dead, if every prompt passes as often."""
+        """Say that groups are too small for the pass rate, if as many are dead as chance makes dead where every prompt passes as often."""
         size, rate = self.args.num_generations, table["outcome"].mean()
         by_chance = dead_at(rate, size)
         larger = next((other for other in _LARGER if other > size and dead_at(rate, other) < _MOST), None)
@@ -251,7 +257,7 @@ class Advice:
         return said
 
     def _main_reward(self, table: dict[str, np.ndarray]) -> int:
-        """The reward that is to be learned: the one that says whether a completion is right, else the one that can give the most."""
+        """Return the place of the reward to be learned: the one that says whether a completion is right, else the one that can give the most."""
         if (name := accuracy_reward(self.args.pass_reward, self.reward_names)) in self.reward_names:
             return self.reward_names.index(str(name))
         weights = self.args.reward_weights or [1.0] * len(self.reward_names)
@@ -293,11 +299,11 @@ class Advice:
         return said
 
     def metrics(self) -> dict[str, float]:
-        """How many sentences are due."""
+        """Count the sentences that are due."""
         return {"advice": float(len(self.lines()))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers of the latest batches."""
+        """Return the numbers of the latest batches."""
         frame = pd.DataFrame(self._recent)
         return {"recent": frame.to_numpy(dtype=np.float64), "names": list(frame)}
 
@@ -311,5 +317,5 @@ class Advice:
 
 
 def dead_at(rate: float, size: int) -> float:
-    """Probability that all of `size` completions pass, or all fail, at a pass rate."""
+    """Return the probability that all of `size` completions pass, or all fail, at a pass rate."""
     return float(rate**size + (1.0 - rate) ** size)

@@ -35,12 +35,12 @@ class ByValue:
             self.named([labels for table in tables for labels in self.labels(table.to_pylist())])
 
     def labels(self, rows: list[dict[str, Any]]) -> list[list[str]]:
-        """Of each row of the data, what its values are called."""
+        """Return what the values of each row of the data are called."""
         return [[label(row.get(name)) for name in self.columns] for row in rows]
 
     def named(self, labels: list[list[str]]) -> dict[str, np.ndarray]:
         """
-        The values by column, each of shape `(n,)`, of n rows with these labels, the same on every process. Of those that come for the first
+        Return the values by column, each of shape `(n,)`, of n rows with these labels, the same on every process. Of those that come for the first
         time, the most frequent get a name first.
         """
         found = {}
@@ -52,7 +52,7 @@ class ByValue:
         return found
 
     def values_of(self, batch: Batch, others: list[dict[str, Any]], rank: int) -> dict[str, np.ndarray]:
-        """Value of each prompt by column, shape `(P + n,)`: of the groups of a batch, then of n `others`, rows that all processes know."""
+        """Return the value of each prompt by column, shape `(P + n,)`: of the groups of a batch, then of n `others`, rows that all processes know."""
         first = batch.first_rows
         own = first[batch.owner[first] == rank]
         labels = self.labels([batch.held["input"][place] for place in batch.place[own]])
@@ -62,7 +62,7 @@ class ByValue:
     def metrics(
         self, batch: Batch, reward_names: list[str], outcomes_of: Callable[[np.ndarray], np.ndarray]
     ) -> Iterator[tuple[str, float]]:
-        """Metrics of a batch whose facts hold the `values` of its prompts; `outcomes_of` scales mean scores. Adds to the totals."""
+        """Yield the metrics of a batch whose facts hold the `values` of its prompts; `outcomes_of` scales mean scores. Adds to the totals."""
         sample, group, finished = batch.facts.get("uniform"), batch.group, batch.facts.get("finished")
         outcomes = batch.prompts.pass_rates[group] if sample is None else batch.outcomes
         if sample is None:
@@ -87,7 +87,7 @@ class ByValue:
                 yield from ((f"{at}/{name}", mean) for name, (mean, _) in zip(names, part.rewards(batch), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Names of values, totals, and what became of stopped groups that chance has completed."""
+        """Return names of values, totals, and what became of stopped groups that chance has completed."""
         stopped = {at: own.state_dict()["stopped"].tolist() for at, own in self._stopped.items()}
         return {"names": self.names, "totals": dict(self.totals), "stopped": stopped}
 

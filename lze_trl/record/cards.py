@@ -29,9 +29,9 @@ class Card:
 
 
 def cards(run: Run) -> list[Card]:
-    """The three answers; none before the first generation batch."""
+    """Return the three answers; none before the first generation batch."""
     summary = run.summary()
-    return [_learning(run), _wasted(run, summary), _saved(summary)] if summary["generations"] else []
+    return [_learning(run), _wasted(run, summary), saved(summary["ledger"])] if summary["generations"] else []
 
 
 def _learning(run: Run) -> Card:
@@ -62,21 +62,31 @@ def _wasted(run: Run, summary: dict[str, Any]) -> Card:
     return Card("wasted", percent(share), notes)
 
 
-def _saved(summary: dict[str, Any]) -> Card:
-    totals, live = summary["ledger"], summary["groups"] - summary["dead"] - summary["stopped"]
+def saved(totals: dict[str, float]) -> Card:
+    """Compare the cost of a run, by the totals of its ledger, with that of plain GRPO for the same number of optimizer steps."""
     if not (works := against_plain(totals)):
         return Card("saved", "–", [TAUGHT_NOTHING], True)
-    few, spent, plain = live < _FEW_LIVE * summary["groups"], works[-1], time_of_plain(totals)
-    rest = 1.0 - spent.ratio
-    notes = [f"the cost of plain GRPO: {percent(abs(rest))} {'saved' if rest >= 0 else 'more'}"]
-    fewer = {"completions": totals.get("plain_rows", 0) - totals.get("rows_rolled_out", 0)}
-    fewer |= {"tokens": totals.get("plain_tokens", 0) - totals.get("rollout_tokens", 0)}
+    *parts, spent = works
+    groups = totals.get("groups_rolled_out", 0)
+    live = groups - totals.get("groups_dead", 0)
+    rest, few, completions = 1.0 - spent.ratio, live < _FEW_LIVE * groups, totals.get("rows_rolled_out", 0)
+    notes = [
+        f"the cost of plain GRPO for as many steps, in FLOPs: {percent(abs(rest))} {'saved' if rest >= 0 else 'more'}",
+        ", ".join(f"{work.name} {work.times}" for work in parts),
+    ]
+    fewer = {"completions": totals.get("plain_rows", 0) - completions}
+    fewer["tokens"] = totals.get("plain_tokens", 0) - totals.get("rollout_tokens", 0)
     kinds = [f"{number(abs(n))} {'fewer' if n >= 0 else 'more'} {name}" for name, n in fewer.items() if round(n)]
-    if plain:
-        minutes = (plain[1] - spent.seconds) / 60
-        kinds.append(f"{abs(minutes):.1f} min {'less' if minutes >= 0 else 'more'}")
+    if plain := time_of_plain(totals):
+        minutes = round((plain - spent.seconds) / 60, 1)
+        kinds += [f"{abs(minutes)} min {'less' if minutes > 0 else 'more'}"] if minutes else []
     notes += [", ".join(kinds)] if kinds else []
-    each = f"{totals.get('rows_rolled_out', 0) / max(live, 1):.1f} completions for each of {live:,} live groups"
-    notes.append(each if live else "no live group")
+    notes.append(
+        f"{number(completions / live)} completions for each of {live:,.0f} live group{'s' * (live != 1)}"
+        if live
+        else "no live group"
+    )
+    if skipped := totals.get("visits_skipped"):
+        notes.append(f"pruning left {skipped:,.0f} visits out")
     notes += ["most groups were dead, so this is little to save from"] if few else []
     return Card("saved", spent.times, notes, few)

@@ -23,7 +23,7 @@ _TOLD_BY_ONE = ("unscored", "solved", "cut_off", "hopeless")  # causes that a si
 
 def causes(batch: Batch, same_text: np.ndarray | None = None, by_one: bool = False) -> np.ndarray:
     """
-    Why each group is dead, one of [`CAUSES`], `""` for a live one, and `"stopped"` for one of a single completion; shape `(P,)`, text.
+    Return why each group is dead, one of [`CAUSES`], `""` for a live one, and `"stopped"` for one of a single completion; shape `(P,)`, text.
     With `by_one`, a stopped group has the cause that its completion tells of, if it tells of one.
 
     The batch has the row columns `rewards_per_func`, shape `(B, F)`, and, where that is known, `cut_off`, 1 for a completion that
@@ -54,7 +54,7 @@ def causes(batch: Batch, same_text: np.ndarray | None = None, by_one: bool = Fal
 
 
 def same_texts(batch: Batch) -> np.ndarray:
-    """Whether all completions of a group have one length and one log-probability, shape `(P,)`, bool."""
+    """Return whether all completions of a group have one length and one log-probability, shape `(P,)`, bool."""
     low, high = extremes(batch.logprobs, batch.group, batch.num_groups)
     with np.errstate(invalid="ignore"):
         alike = np.isfinite(low) & (high - low <= 1e-3 * (1.0 - low))

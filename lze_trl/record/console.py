@@ -16,10 +16,9 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from .cards import cards
+from .cards import cards, saved
 from .curves import value_tables
 from .evaluations import first_and_last, read_results, rows_of, text_table
-from .ledger import headline, skipped_visits
 from .numbers import PACED, fixed, pace
 from .reader import open_run
 from .schema import TelemetryError
@@ -96,7 +95,7 @@ class RunSummary(TrainerCallback):
             self.show(args, state, self.report(args))
 
     def report(self, args: Any) -> dict[str, Path | str]:
-        """Write the report of the run so far, if it has telemetry; label and path of each file."""
+        """Write the report of the run so far, if it has telemetry. Returns label and path of each file."""
         if not args.telemetry:
             return {}
         self.flush()
@@ -110,16 +109,15 @@ class RunSummary(TrainerCallback):
         return files
 
     def show(self, args: Any, state: TrainerState, files: dict[str, Path | str]):
-        """Print what the run did and cost, its evaluations, and where its files are."""
-        held_out = {name: held_out_accuracy(state, metric) for metric, name in self.held_out.items()}
-        lines, by_value = [], []
+        """Print what the run learned, wasted and saved, its evaluations, and where its files are."""
+        answers, by_value = [saved(self.savings())], []
         if args.telemetry:
             # That it could not be written was said then
             with suppress(TelemetryError, OSError), closing(open_run(args.output_dir)) as run:
-                lines += [str(card) for card in cards(run)]
+                answers = cards(run) or answers
                 for column, rows in (value_tables(run) if args.report_by else {}).items():
                     by_value += [f"By {column}", rows.to_string(index=False, float_format=fixed, na_rep="–")]
-        lines += summary_lines(self.savings(), held_out)
+        lines = [str(answer) for answer in answers]
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]
@@ -156,19 +154,6 @@ def replace_printers(callbacks: CallbackHandler, summary: RunSummary, progress_b
 
 
 def held_out_accuracy(state: TrainerState, metric: str) -> dict[str, float | None]:
-    """A metric of held-out prompts `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
+    """Return a metric of held-out prompts `before` and `after` the training so far; `None` if not evaluated, or nothing could be scored."""
     logged = {logs["step"]: logs[metric] for logs in state.log_history if metric in logs}
     return {"before": logged.get(0), "after": logged.get(state.global_step)}
-
-
-def summary_lines(savings: dict[str, float], held_out: dict[str, dict[str, float | None]]) -> list[str]:
-    """What a run did and cost, from its totals and what was logged of held-out prompts."""
-    lines = [
-        f"{label}: {savings[f'groups_{name}']:,.0f} groups, {savings[f'rows_{name}']:,.0f} completions"
-        for label, name in (("Rolled out", "rolled_out"), ("Trained on", "trained"))
-    ]
-    sampled = []
-    for name, values in held_out.items():
-        shown = [f"{value:.3f} {when} the training" for when, value in values.items() if value is not None]
-        sampled += [f"{name.capitalize()} (sampled): {', '.join(shown)}"] if shown else []
-    return [*lines, headline(savings), skipped_visits(savings), *sampled]

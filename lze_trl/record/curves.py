@@ -39,7 +39,7 @@ _BINS = """bins AS (SELECT generation, max(step) OVER (PARTITION BY bin) + 1 AS 
 
 def curve(run: Run, bins: int = 200) -> pd.DataFrame:
     """
-    Neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means as they were logged; what became of
+    Gather neighbouring generation batches in at most `bins` rows: `generation` and `step` at their end; means as they were logged; what became of
     the groups, as shares that add up to 1: `live`, `dead` and drawn in full, `stopped`; and the work so far by [`UNITS`], of which
     tokens are those rolled out, with those of plain GRPO as `plain_tokens`.
     """
@@ -57,14 +57,14 @@ def curve(run: Run, bins: int = 200) -> pd.DataFrame:
 
 
 def reward_curves(run: Run, bins: int = 200) -> pd.DataFrame:
-    """Mean of every reward function as it was logged, columns named by `reward_labels`, indexed by step."""
+    """Return the mean of every reward function as it was logged, columns named by `reward_labels`, indexed by step."""
     means = {name: f"avg(rewards[{index}])" for index, name in enumerate(run.meta.reward_labels, start=1)}
     frame = _binned(run, {"": "max(step) + 1"} | means, bins)  # a reward function may be named `step`
     return frame.set_index("").rename_axis("step")
 
 
 def main_reward(run: Run) -> pd.Series:
-    """The reward that the run is judged by, by step and as it was logged: that of [`accuracy_metric`], named by what it is called."""
+    """Return the reward that the run is judged by, by step and as it was logged: that of [`accuracy_metric`], named by what it is called."""
     name = accuracy_reward(run.meta.settings.get("pass_reward"), run.meta.reward_names)
     if name in run.meta.reward_labels:
         return reward_curves(run)[str(name)].dropna()
@@ -73,7 +73,7 @@ def main_reward(run: Run) -> pd.Series:
 
 
 def last_fifth(values: pd.Series) -> tuple[float, float]:
-    """Mean over the last fifth of a curve, and what it is above the mean over the fifth before, NaN where there is none."""
+    """Return the mean over the last fifth of a curve, and its difference from the mean over the fifth before, NaN where there is none."""
     size = max(1, len(values) // 5)
     now, before = values[-size:].mean(), values[-2 * size : -size].mean()
     return float(now), float(now - before)
@@ -81,7 +81,7 @@ def last_fifth(values: pd.Series) -> tuple[float, float]:
 
 def waste(run: Run) -> tuple[float, str, float]:
     """
-    Share of the groups of the last fifth of the generation batches that were dead and drawn in full, the most frequent cause, one of
+    Return the share of the groups of the last fifth of the generation batches that were dead and drawn in full, the most frequent cause, one of
     [`CAUSES`], and its share of these dead groups; a share is NaN, and the cause `""`, where that is not known.
     """
     query = f"""SELECT coalesce(sum({PAID}) / nullif(sum(groups), 0), 'nan') AS share, min(generation) AS first FROM (
@@ -95,7 +95,7 @@ def waste(run: Run) -> tuple[float, str, float]:
 
 def value_tables(run: Run) -> dict[str, pd.DataFrame]:
     """
-    By column of the data, what its values have cost so far, the most expensive first; the reward that the run is judged by and the share of
+    Tabulate by column of the data what its values have cost so far, the most expensive first; the reward that the run is judged by and the share of
     dead groups, means over its last fifth, and the reward on held-out prompts now; and the cause of most dead groups, one of [`CAUSES`].
     """
     held_out = accuracy_metric(run.meta.settings.get("pass_reward"), run.meta.reward_names)
@@ -119,7 +119,7 @@ def value_tables(run: Run) -> dict[str, pd.DataFrame]:
 
 def interval(run: Run, name: str, value: float) -> tuple[float, float]:
     """
-    95 % interval of the last score of [`held_out_curves`] by a name, NaN where it is not known. Completions of one prompt resemble each
+    Return the 95 % interval of the last score of [`held_out_curves`] by a name, NaN where it is not known. Completions of one prompt resemble each
     other, so that only prompts are counted: it is rather too wide. A share has the interval of Wilson.
     """
     count = run.meta.settings.get("held_out_prompts") or np.nan
@@ -142,7 +142,7 @@ def interval(run: Run, name: str, value: float) -> tuple[float, float]:
 
 
 def prompt_flow(run: Run, bins: int = 120) -> pd.DataFrame:
-    """How many prompts were in each of [`STATES`] that occurs after at most `bins` steps, indexed by step; those never seen, if that is known."""
+    """Count the prompts in each of [`STATES`] that occurs after at most `bins` steps, indexed by step, and those never seen, if that is known."""
     changes = run.sql(
         f"""WITH {_BINS}, visited AS (SELECT *, cause IS DISTINCT FROM 'stopped' AS whole FROM groups), sums AS (
             SELECT prompt_id, generation, pruned, max(generation) FILTER (whole) OVER before AS last_whole,
@@ -172,7 +172,7 @@ def prompt_flow(run: Run, bins: int = 120) -> pd.DataFrame:
 
 def outcome_histogram(run: Run, bins: int = 120) -> pd.DataFrame:
     """
-    Shares of the groups that were drawn in full by their mean outcome: a column for 0, one for 1, and those between for the nearest of
+    Return the shares of the groups that were drawn in full by their mean outcome: a column for 0, one for 1, and those between for the nearest of
     equal steps, `1 / num_generations` wide if these are few; at most `bins` rows, indexed by step.
     """
     size = int(run.meta.settings.get("num_generations") or 8)
@@ -189,7 +189,7 @@ def outcome_histogram(run: Run, bins: int = 120) -> pd.DataFrame:
 
 def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
     """
-    Tokens of completions by step: the mean of all as it was logged, and mean and 90th percentile of the recorded ones by their outcome,
+    Return tokens of completions by step: the mean of all as it was logged, and mean and 90th percentile of the recorded ones by their outcome,
     see [`PASSES`].
     """
     found = run.sql(
@@ -208,7 +208,7 @@ def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
 
 def stuck_prompts(run: Run, most: int = 8) -> pd.DataFrame:
     """
-    The prompts without a pass in their latest visits, at least [`FEW_VISITS`], that cost most: texts, and since the last pass the first
+    List the prompts without a pass in their latest visits, at least [`FEW_VISITS`], that cost most: texts, and since the last pass the first
     `step`, `visits`, `completions` and the `share` of the tokens of all completions; of all such `prompts`, the sums as `all_visits`, ….
     """
     return run.sql(
@@ -232,7 +232,7 @@ def stuck_prompts(run: Run, most: int = 8) -> pd.DataFrame:
 
 
 def seconds_per_step(run: Run, bins: int = 120) -> pd.DataFrame:
-    """Seconds of a step by the kind of work, indexed by step: rollouts and rewards, log-probabilities, updates, and the choice of prompts and groups."""
+    """Return the seconds of a step by the kind of work, indexed by step: rollouts and rewards, log-probabilities, updates, and the choice of prompts and groups."""
     kinds = KINDS | {"selection": "selection"}
     columns = {name: f"arg_max(coalesce(ledger['{kind}_seconds'], 0), generation)" for kind, name in kinds.items()}
     totals = _binned(run, {"step": "max(step) + 1"} | columns, bins).set_index("step")
@@ -241,8 +241,20 @@ def seconds_per_step(run: Run, bins: int = 120) -> pd.DataFrame:
     return spent.div(steps.clip(lower=1), axis=0).clip(lower=0)  # a resumed run may have lost some
 
 
+def calibration(run: Run) -> pd.DataFrame:
+    """
+    Compare the forecasts of prompts before their first visit with what came of them, in tenths: mean `forecast`, share of `alive` groups,
+    and number of `groups`. Empty without forecasts, and where a gate has stopped groups, of which nobody knows whether they are alive.
+    """
+    if "forecast" not in run.sql("FROM groups LIMIT 0"):
+        return pd.DataFrame(columns=["forecast", "alive", "groups"])
+    return run.sql("""SELECT avg(forecast) AS forecast, avg((NOT dead)::INTEGER) AS alive, count(*) AS groups
+        FROM groups WHERE visits = 1 AND scored > 0 AND NOT EXISTS (FROM groups WHERE cause = 'stopped')
+        GROUP BY least(floor(10 * forecast), 9) ORDER BY forecast""")
+
+
 def reward_limits(run: Run) -> pd.DataFrame:
-    """Lowest and highest mean of a group of every reward function, one row each, and of the `total`."""
+    """Return lowest and highest mean of a group of every reward function, one row each, and of the `total`."""
     columns = {name: f"rewards[{index}]" for index, name in enumerate(run.meta.reward_labels, start=1)}
     found = ", ".join(f"min({column}), max({column})" for column in ["reward_mean", *columns.values()])
     values = run.sql(f"SELECT {found} FROM groups").to_numpy(dtype=float).reshape(-1, 2)
@@ -250,7 +262,7 @@ def reward_limits(run: Run) -> pd.DataFrame:
 
 
 def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.Series]:
-    """What the trainer has logged: the means of these metrics over neighbouring steps, indexed by step; none that is missing."""
+    """Return the means of logged metrics over neighbouring steps, indexed by step; a metric that was not logged is left out."""
     frame = run.sql(
         """WITH logged AS (SELECT *, max(step) OVER () + 1 AS total FROM steps WHERE list_contains(?, name))
         SELECT name, max(step) AS step, avg(value) AS value FROM logged
@@ -262,7 +274,7 @@ def logged_curves(run: Run, names: list[str], bins: int = 200) -> dict[str, pd.S
 
 def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
     """
-    Name of the metric by which held-out prompts are judged first: the mean of `pass_reward` over their completions, by default of
+    Return the name of the metric by which held-out prompts are judged first: the mean of `pass_reward` over their completions, by default of
     the one reward function whose name says that it is an accuracy, else of the total.
     """
     name = accuracy_reward(pass_reward, reward_names)
@@ -271,7 +283,7 @@ def accuracy_metric(pass_reward: str | None, reward_names: list[str]) -> str:
 
 def held_out_metrics(pass_reward: str | None, reward_names: list[str]) -> dict[str, str]:
     """
-    Metrics of held-out prompts, and what they are called: that of [`accuracy_metric`] first, of several rewards then each other one.
+    List the metrics of held-out prompts, and what they are called: that of [`accuracy_metric`] first, of several rewards then each other one.
     A reward is called an accuracy only if the user, or its own name, says that it is one.
     """
     first = accuracy_metric(pass_reward, reward_names)
@@ -281,7 +293,7 @@ def held_out_metrics(pass_reward: str | None, reward_names: list[str]) -> dict[s
 
 
 def held_out_curves(run: Run) -> dict[str, pd.Series]:
-    """What was logged of held-out prompts by step, under the names of [`held_out_metrics`]; each series is named by its metric."""
+    """Return what was logged of held-out prompts by step, under the names of [`held_out_metrics`]; each series is named by its metric."""
     metrics = held_out_metrics(run.meta.settings.get("pass_reward"), run.meta.reward_names)
     logged = logged_curves(run, list(metrics), bins=10**9)
     found = {called: logged[metric].rename(metric) for metric, called in metrics.items() if metric in logged}
@@ -294,18 +306,18 @@ def held_out_curves(run: Run) -> dict[str, pd.Series]:
 
 
 def evaluated(run: Run) -> dict[str, pd.Series]:
-    """Every score on prompts that are not trained on, by step: [`held_out_curves`], then the tasks that the run was evaluated on."""
+    """Return every score on prompts that are not trained on, by step: [`held_out_curves`], then the tasks that the run was evaluated on."""
     return held_out_curves(run) | task_curves(run.directory.parent)
 
 
 def is_share(name: str) -> bool:
-    """Whether one of the curves of [`evaluated`] is a share of completions, and not the mean of a reward."""
+    """Return whether one of the curves of [`evaluated`] is a share of completions, and not the mean of a reward."""
     return not name.startswith(HELD_OUT) or name == f"{HELD_OUT} accuracy"
 
 
 def reached(runs: dict[str, Run]) -> tuple[str, float, dict[str, tuple[int, float]]] | None:
     """
-    The first score of [`held_out_curves`], or else the [`main_reward`], averaged over a tenth of the steps; its highest value that all of
+    Compare runs by the first score of [`held_out_curves`], or else the [`main_reward`], averaged over a tenth of the steps; its highest value that all of
     the runs have reached; and the step and the tokens rolled out at which each first did, none if one of them began there. `None` if they
     are not judged by the same score.
     """
@@ -324,14 +336,14 @@ def reached(runs: dict[str, Run]) -> tuple[str, float, dict[str, tuple[int, floa
 
 
 def outcome_name(run: Run) -> str:
-    """What the mean outcome of a group is called: a pass rate, unless the latest groups show that outcomes are graded."""
+    """Return what the mean outcome of a group is called: a pass rate, unless the latest groups show that outcomes are graded."""
     graded = run.sql("""SELECT bool_or(abs(pass_rate * scored - round(pass_rate * scored)) > 1e-6) AS graded
         FROM groups WHERE generation > (SELECT max(generation) - 8 FROM generations)""")
     return GRADED if graded["graded"].eq(True).any() else "pass rate"
 
 
 def _binned(run: Run, columns: dict[str, str], bins: int) -> pd.DataFrame:
-    """Aggregates of neighbouring generation batches, at most `bins` of them."""
+    """Aggregate neighbouring generation batches into at most `bins` rows."""
     frame = run.sql(
         f"""WITH numbered AS (
             SELECT *, row_number() OVER (ORDER BY generation) - 1 AS position, count(*) OVER () AS total FROM generations

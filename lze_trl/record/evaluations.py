@@ -22,13 +22,13 @@ RESULT_FILES = f"{FOLDER}/*/{FILE}"
 
 
 def read_results(run_dir: str | Path) -> dict[str, dict[str, Any]]:
-    """Results of all evaluations of a run that have ended, by name; those of steps come in their order."""
+    """Read the results of all evaluations of a run that have ended, by name; those of steps come in their order."""
     files = sorted(Path(run_dir).glob(RESULT_FILES))
     return {displayed(path.parent.name): results for path in files if (results := read_file(path))}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Results of one evaluation: none of a file that is damaged, or of something else, which is said once."""
+    """Read the results of one evaluation. A file that is damaged, or something else, gives none and is reported once."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         rows_of({"": results})
@@ -44,14 +44,14 @@ def _warn_once(path: Path, problem: str):
 
 
 def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of those during a training, only the first and the last."""
+    """Leave out the evaluations between the first and the last of a training."""
     kinds = [[name for name in evaluations if name.startswith(kind)] for kind in ("step-", "probe-")]
     between = {name for names in kinds for name in names[1:-1]}
     return {name: results for name, results in evaluations.items() if name not in between}
 
 
 def task_curves(run_dir: str | Path) -> dict[str, pd.Series]:
-    """Results by step of the tasks that were evaluated during a training, for each task and metric."""
+    """Return the results by step of the tasks that were evaluated during a training, for each task and metric."""
     found: dict[str, dict[int, float]] = {}
     for name, results in read_results(run_dir).items():
         kind, _, step = name.rpartition("-")
@@ -64,7 +64,7 @@ def task_curves(run_dir: str | Path) -> dict[str, pd.Series]:
 
 
 def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows of a table of evaluations, one row for each task and metric, shares in percent."""
+    """Make heading and rows of a table of evaluations, one row for each task and metric, shares in percent."""
     rows = []
     for name, results in evaluations.items():
         for task, found in results["tasks"].items():
@@ -78,11 +78,11 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
 
 
 def interval_text(estimate: Iterable[float | None], sign: str = "") -> str:
-    """A share and its interval in percent, such as "12.5 [9.1, 16.0]"; the sign `"+"` is for differences."""
+    """Write a share and its interval in percent, such as "12.5 [9.1, 16.0]"; the sign `"+"` is for differences."""
     value, low, high = (None if number is None else f"{100 * number:{sign}.1f}" for number in estimate)
     return value if low is None else f"{value} [{low}, {high}]"  # type: ignore[return-value]  # a share is never `None`
 
 
 def text_table(heading: list[str], rows: list[list[str]]) -> str:
-    """A plain-text table."""
+    """Write a plain-text table."""
     return pd.DataFrame(rows, columns=heading).to_string(index=False) + "\n"

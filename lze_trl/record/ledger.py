@@ -15,9 +15,6 @@ from ..batch import Batch, group_mean
 if TYPE_CHECKING:  # readers of a recording need no torch
     from torch import nn
 
-PLAIN = "plain GRPO for the same number of optimizer steps"
-"""What a run is compared with: all rows of `generation_batch_size` rolled out and trained on, in every generation batch."""
-
 TAUGHT_NOTHING = "No group had a gradient; the model did not change."
 
 KINDS = {"rollout": "rollouts", "logprob": "logprobs", "update": "updates"}
@@ -35,7 +32,7 @@ class TokenCost:
 
 
 def token_cost(model: "nn.Module", gradient_checkpointing: bool) -> TokenCost:
-    """FLOPs per token of a model, attention scores not counted."""
+    """Count the FLOPs per token of a model, attention scores left out."""
 
     def size(parameter: Any) -> int:
         # Under ZeRO-3 a parameter is empty on each process, and its full size lies beside it
@@ -77,7 +74,7 @@ class Ledger:
     selection_seconds: float = 0.0  # planning, scoring, selection, packing and recording
 
     def state_dict(self) -> dict[str, float]:
-        """The totals, for a checkpoint."""
+        """Return the totals, for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, float]):
@@ -115,7 +112,7 @@ class Ledger:
         self.plain_tokens += plain_rows * row_tokens
 
     def summary(self, cost: TokenCost) -> dict[str, float]:
-        """Totals with FLOPs, and the FLOPs of plain GRPO, as [`against_plain`] takes them."""
+        """Return the totals with FLOPs, and the FLOPs of plain GRPO, as [`against_plain`] takes them."""
         return {
             **asdict(self),
             "rollout_flops": cost.forward * self.rollout_tokens,
@@ -145,18 +142,13 @@ class Work:
     @property
     def times(self) -> str:
         """The ratio as it is shown: `0.39 ×`."""
-        return times(self.ratio)
-
-
-def times(ratio: float) -> str:
-    """A ratio to plain GRPO as text: `0.39 ×`."""
-    return "–" if math.isnan(ratio) else f"{ratio:.2f} ×"
+        return "–" if math.isnan(self.ratio) else f"{self.ratio:.2f} ×"
 
 
 def against_plain(totals: dict[str, float]) -> list[Work]:
     """
-    Compare the totals of a run with plain GRPO for the same number of optimizer steps: each kind of work, and the total. Empty
-    if nothing was trained on. Visits that pruning skipped are no part of it.
+    Compare the totals of a run with plain GRPO for the same number of optimizer steps, which rolls out and trains on all rows of
+    `generation_batch_size`: each kind of work, and the total. Empty if nothing was trained on. Visits that pruning skipped do not count.
     """
     if totals.get("plain_rows") and not totals.get("update_tokens"):
         return []
@@ -169,38 +161,18 @@ def against_plain(totals: dict[str, float]) -> list[Work]:
     return [*works, Work("total", *sums)] if works else []
 
 
-def time_of_plain(totals: dict[str, float]) -> tuple[float, float] | None:
+def time_of_plain(totals: dict[str, float]) -> float | None:
     """
-    Seconds that plain GRPO would take at this run's own FLOPs per second, for generation and in total; `None` if a kind of
-    work was not done or not timed. Padding that packing avoids is not credited.
+    Estimate the seconds that plain GRPO would take at this run's own FLOPs per second; `None` if a kind of work was not done
+    or not timed. Padding that packing avoids is not credited.
     """
     works = [work for work in against_plain(totals)[:-1] if work.plain_flops]
     if not works or not all(work.flops and work.seconds for work in works):
         return None
-    seconds = {work.name: work.seconds / work.ratio for work in works}
-    return seconds[KINDS["rollout"]], sum(seconds.values())
+    return sum(work.seconds / work.ratio for work in works)
 
 
 def saving_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """The comparison for trackers."""
+    """Return the comparison for trackers."""
     shown = [work for work in against_plain(totals) if work.name != KINDS["logprob"]]
     return {f"{work.name}_vs_plain": work.ratio for work in shown} | {"visits_skipped": totals["visits_skipped"]}
-
-
-def headline(totals: dict[str, float]) -> str:
-    """The saving in one sentence."""
-    if not (works := against_plain(totals)):
-        return TAUGHT_NOTHING
-    flops = f"FLOPs, of {PLAIN}: {', '.join(f'{work.name} {work.times}' for work in works)}."
-    if (plain := time_of_plain(totals)) is None:
-        return flops
-    generation, seconds = plain
-    return (
-        f"{flops} Time, at the speeds of this run: {times(works[-1].seconds / seconds)}, with {generation / seconds:.0%} of plain "
-        "GRPO's for generation."
-    )
-
-
-def skipped_visits(totals: dict[str, float]) -> str:
-    """What pruning kept out of the passes, in one sentence."""
-    return f"Visits skipped: {totals.get('visits_skipped', 0):,.0f} prompts that pruning left out of a pass."

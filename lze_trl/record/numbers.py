@@ -13,24 +13,24 @@ PACED = 20
 
 
 def number(value: float | None) -> str:
-    """A number short enough for a label: `1234567` becomes `1.23M`."""
+    """Write a number short enough for a label: `1234567` becomes `1.23M`."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.3g}" if abs(value) < 999.5 else tqdm.format_sizeof(value)
 
 
 def fixed(value: float | None) -> str:
-    """A reward, or another number of about 1, with as many decimals as all of its kind."""
+    """Write a reward, or another number of about 1, with three decimals."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage."""
+    """Write a share as a percentage."""
     return "–" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
 
 
 def ago(then: float) -> str:
-    """How long ago a time in Unix seconds was: `8 s ago`."""
+    """Say how long ago a time in Unix seconds was: `8 s ago`."""
     seconds = max(0.0, time.time() - then)
     for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -39,6 +39,6 @@ def ago(then: float) -> str:
 
 
 def pace(steps: list[tuple[int, float]]) -> float | None:
-    """Median seconds of a step, from steps in ascending order and the Unix seconds at which they were seen; `None` for fewer than two."""
+    """Return the median seconds of a step, from steps in ascending order and the Unix seconds at which they were seen; `None` for fewer than two."""
     spent = [(now - then) / (step - last) for (last, then), (step, now) in pairwise(steps) if step > last]
     return median(spent) if spent else None

@@ -24,6 +24,8 @@ PAID = "dead - stopped"
 """Of a row of `generations`, the dead groups that were drawn in full."""
 
 _PATTERN = re.compile(r"[\[\]*?{}]|[\udc80-\udcff]")  # in a path, DuckDB may read it as a pattern, or cannot take it
+_NAME = re.compile(r"[\w.-]+")  # of a column that a search may name
+_SAMPLED, _FEW = 2_000, 12  # prompts that are looked at for values of columns, and values of a column that are listed
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
 STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored", "stopped")
@@ -128,7 +130,7 @@ class Run:
             return True
 
     def _define(self) -> duckdb.DuckDBPyConnection:
-        """The database, with tables over their files."""
+        """Return the database, with tables over their files."""
         if self._database is not None and self._defined:
             return self._database
         if self._database is None:
@@ -178,21 +180,21 @@ class Run:
             return self._run(cursor, query, parameters)
 
     def sql(self, query: str, parameters: list[Any] | None = None) -> pd.DataFrame:
-        """Like [`arrow`], as a data frame."""
+        """Run SQL like [`arrow`], and return a data frame."""
         return self.arrow(query, parameters).to_pandas()
 
     def groups(self, prompt_id: int | None = None) -> pd.DataFrame:
-        """Every group of every generation batch, or those of one prompt: its history."""
+        """Return every group of every generation batch, or those of one prompt: its history."""
         return self.sql(
             "SELECT * FROM groups WHERE prompt_id = coalesce(?, prompt_id) ORDER BY generation, prompt_id", [prompt_id]
         )
 
     def generations(self) -> pd.DataFrame:
-        """One row per generation batch: shares, means and the cumulative ledger."""
+        """Return one row per generation batch: shares, means and the cumulative ledger."""
         return self.sql("SELECT * FROM generations ORDER BY generation")
 
     def steps(self, names: list[str] | None = None) -> pd.DataFrame:
-        """Logged metrics, or only those of some names: one row per step and one column per metric."""
+        """Return logged metrics, or only those of some names: one row per step and one column per metric."""
         frame = self.sql("SELECT * FROM steps WHERE list_contains(coalesce(?, [name]), name)", [names])
         return frame.pivot(index="step", columns="name", values="value").sort_index()
 
@@ -205,10 +207,10 @@ class Run:
         order: str = "-energy",
     ) -> pd.DataFrame:
         """
-        What is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
+        Return what is known of each visited prompt, or of one: columns of `prompt_states`, `text` and `columns`.
 
         `state` is one of [`STATES`]. `search` finds prompts whose text or columns contain each of its words, whatever the case, or whose id it is;
-        a word such as `source=gsm8k` those with a value of a column that `report_by` names.
+        a word such as `source=gsm8k` those with a value of a column, blanks in it written as `_`; [`column_words`] lists such words.
         `order` is one of [`ORDERS`], the highest first with a `-` before it.
         """
         if state not in (*STATES, None):
@@ -230,25 +232,36 @@ class Run:
         return self.sql(query, [*parameters, state, prompt_id, limit])
 
     def prompt_counts(self, search: str | None = None) -> dict[str, int]:
-        """Number of visited prompts in each state, those that `search` finds if it is given."""
+        """Count the visited prompts in each state, or those that `search` finds."""
         condition, parameters = self._found(search)
         query = f"SELECT state, count(*) AS prompts FROM prompt_states WHERE {condition} GROUP BY state"
         return self.sql(query, parameters).set_index("state")["prompts"].reindex(STATES, fill_value=0).to_dict()
 
+    def column_words(self) -> list[str]:
+        """List the words by which [`prompts`] finds values of columns, such as `level=3`, of columns with few values in the first prompts."""
+        rows = self.sql("SELECT columns FROM prompts WHERE columns IS NOT NULL LIMIT ?", [_SAMPLED])["columns"]
+        found: dict[str, set[str]] = {}
+        for row in rows:
+            for name, value in json.loads(row).items():
+                if value is not None and _NAME.fullmatch(name):
+                    found.setdefault(name, set()).add(re.sub(r"\s+", "_", str(value).strip()))
+        columns = sorted(found.items(), key=lambda column: len(column[1]))  # those of few values tell most
+        return [f"{name}={value}" for name, values in columns if 1 < len(values) <= _FEW for value in sorted(values)]
+
     def completions(self, prompt_id: int, generation: int | None = None) -> pd.DataFrame:
-        """Recorded completions of a prompt in a generation batch, by default the latest that has some."""
+        """Return recorded completions of a prompt in a generation batch, by default the latest that has some."""
         query = """SELECT * FROM completions WHERE prompt_id = ? AND generation = coalesce(?, generation) AND completion IS NOT NULL
             QUALIFY generation = max(generation) OVER () ORDER BY index"""
         return self.sql(query, [prompt_id, generation])
 
     def images(self, prompt_id: int) -> list[str]:
-        """Thumbnails of a prompt's images, as data URLs of PNG files."""
+        """Return thumbnails of a prompt's images, as data URLs of PNG files."""
         query = "SELECT unnest(json_extract_string(any_value(images), '$[*]')) AS url FROM prompts WHERE prompt_id = ?"
         return [url for url in self.sql(query, [prompt_id])["url"] if _IMAGE.fullmatch(url)]
 
     def status(self) -> dict[str, Any]:
         """
-        `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
+        Return `state` of the run (see [`Status`]), `steps` begun and `max_steps`, Unix seconds of the last generation batch
         (`updated`), and `seconds_left` at the [`~lze_trl.record.numbers.pace`] of the latest steps; `None` for what is not known.
         """
         status = Status.read(self.directory)
@@ -265,7 +278,7 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """
-        The run in a few numbers: generation batches, steps begun, passes, groups, those selected, those `stopped` by a gate, those `dead`
+        Return the run in a few numbers: generation batches, steps begun, passes, groups, those selected, those `stopped` by a gate, those `dead`
         that were not, completions (`rows`); prompts by state; and the ledger, which [`~lze_trl.record.ledger.against_plain`] compares
         with plain GRPO.
         """
@@ -280,19 +293,19 @@ class Run:
         if not search:
             return "true", []
         conditions, parameters = ["true"], [search.strip()]
-        names = self.sql("FROM groups LIMIT 0").columns
-        by = {name.lower()[3:]: name for name in names if re.fullmatch(r"by\.[\w.-]+", name)}
-        for word in search.lower().split():
-            column, equals, value = word.partition("=")
-            if equals and column in by:
-                conditions.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("{by[column]}") = ?)')
-                parameters.append(value)
-            else:  # columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
-                forms = word, word, json.dumps(word, ensure_ascii=False)[1:-1]
-                conditions.append(
-                    "(contains(lower(text), ?) OR contains(lower(columns), ?) OR contains(lower(columns), ?))"
-                )
-                parameters += forms
+        names = set(self.sql("FROM groups LIMIT 0").columns)
+        for word in search.split():
+            # Columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
+            forms = ["contains(lower(text), ?)", "contains(lower(columns), ?)", "contains(lower(columns), ?)"]
+            parameters += [word.lower(), word.lower(), json.dumps(word.lower(), ensure_ascii=False)[1:-1]]
+            name, equals, value = word.partition("=")
+            if equals and _NAME.fullmatch(name):
+                forms.append(r"lower(regexp_replace(trim(json_extract_string(columns, ?)), '\s+', '_', 'g')) = ?")
+                parameters += [f'$."{name}"', value.lower()]
+                if f"by.{name}" in names:  # as the values are called in metrics
+                    forms.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("by.{name}") = ?)')
+                    parameters.append(value.lower())
+            conditions.append(f"({' OR '.join(forms)})")
         found = f"prompt_id IN (SELECT prompt_id FROM prompts WHERE {' AND '.join(conditions)})"
         return f"(prompt_id::VARCHAR = ? OR {found})", parameters
 

@@ -30,7 +30,7 @@ _SHOWN_IMAGES, _THUMBNAIL = 4, 96  # of a prompt; pixels of the longer side
 
 def recorded_rows(mode: str, generation: int, group: np.ndarray, energies: np.ndarray) -> np.ndarray:
     """
-    Rows whose text is recorded, ascending: with the mode `"sampled"`, those of one group drawn at random and of the three live
+    Choose the rows whose text is recorded, ascending: with the mode `"sampled"`, those of one group drawn at random and of the three live
     ones of highest energy; `"all"`, or `"none"`. `group`, shape `(B,)`, is the group of each row; `energies`, shape `(P,)`, are
     those of the groups.
     """
@@ -100,7 +100,7 @@ class Recorder:
             self._writer = None
 
     def _open(self, generation: int) -> TelemetryWriter | None:
-        """The writer of the main process; `None` on the others, and without telemetry."""
+        """Return the writer of the main process; `None` on the others, and without telemetry."""
         if self._writer is None and self.args.telemetry and self.accelerator.is_main_process:
             topics, defaults = topics_of(type(self.args)), _flat(self.args.defaults())
             settings = _flat({name: value for name, value in self.args.to_dict().items() if name != "hub_token"})
@@ -112,7 +112,7 @@ class Recorder:
     def _with_text(
         self, prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray], batch: Any, generation: int
     ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-        """The columns, on the main process with the text of all prompts and of the completions to record."""
+        """Return the columns, on the main process with the text of all prompts and of the completions to record."""
         group, energies = rows["group"], prompts["energy"]
         first = np.searchsorted(group, np.arange(len(energies)))
         shown = recorded_rows(self.args.telemetry_completions, generation, group, energies)
@@ -132,7 +132,7 @@ class Recorder:
 
 
 def made_by() -> dict[str, Any]:
-    """The command that was started, its secrets left out, the commit of the folder that it ran in, and the versions of what trains."""
+    """Return the command that was started, its secrets left out, the commit of the folder that it ran in, and the versions of what trains."""
     words, shown = sys.orig_argv[1:], []
     for before, word in zip(["", *words], words, strict=False):  # a flag and its value are two words, or one
         flag, equals, value = word.partition("=")
@@ -151,7 +151,7 @@ def made_by() -> dict[str, Any]:
 
 
 def topics_of(config: type) -> dict[str, str]:
-    """The topic of each setting, by the headings in the docstrings of the configuration and of those that it derives from."""
+    """Find the topic of each setting, by the headings in the docstrings of the configuration and of those that it derives from."""
     topics: dict[str, str] = {}
     for one in config.__mro__:
         topic = ""
@@ -163,21 +163,21 @@ def topics_of(config: type) -> dict[str, str]:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings, those in blocks as `block.name`."""
+    """Return settings, those in blocks as `block.name`."""
     blocks = {name: value for name, value in settings.items() if isinstance(value, dict)}
     inner = {f"{block}.{name}": value for block, values in blocks.items() for name, value in values.items()}
     return {name: value for name, value in settings.items() if name not in blocks} | inner
 
 
 def _facts(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a dataset row that a table can hold: level, subject, gold answer, …; a number as `prompt_id` is left out."""
+    """Return the columns of a dataset row that a table can hold: level, subject, gold answer, …; a number as `prompt_id` is left out."""
     hidden = {"prompt", ID_COLUMN, *(["prompt_id"] if isinstance(row.get("prompt_id"), int) else [])}
     simple = str, int, float, type(None)
     return {name: value for name, value in row.items() if name not in hidden and isinstance(value, simple)}
 
 
 def _thumbnails(row: dict[str, Any]) -> str:
-    """Small copies of the images of a dataset row, as a JSON list of data URLs."""
+    """Make small copies of the images of a dataset row, as a JSON list of data URLs."""
     one = row.get("image")
     images = [image for image in [*(row.get("images") or ()), one] if hasattr(image, "thumbnail")]  # of Pillow
     return json.dumps([_data_url(image.copy()) for image in images[:_SHOWN_IMAGES]])

@@ -129,7 +129,7 @@ class Status:
 
     @classmethod
     def read(cls, directory: Path) -> "Status":
-        """Status of a run. A running one that has not renewed the file for a minute has crashed."""
+        """Read the status of a run. A running one that has not renewed the file for a minute has crashed."""
         try:
             status = cls(**json.loads((directory / STATUS_FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):

@@ -62,18 +62,18 @@ _NO_COUNTS: dict[str, Any] = dict.fromkeys(("rows", "selected", "dead", "stopped
 
 
 def prompt_columns(groups: Table, **more: np.ndarray) -> dict[str, np.ndarray]:
-    """Prompt columns of a generation batch: its groups, and `more`, such as `selected` and `pruned`."""
+    """Return the prompt columns of a generation batch: its groups, and `more`, such as `selected` and `pruned`."""
     own = {_PROMPT_COLUMNS.get(name, name): v for name, v in vars(groups).items() if name not in _NO_PROMPT_COLUMNS}
     return own | {"dead": ~groups.alive} | more
 
 
 def row_columns(batch: Batch) -> dict[str, np.ndarray]:
-    """Row columns of a generation batch."""
+    """Return the row columns of a generation batch."""
     return {_ROW_COLUMNS.get(name, name): v for name, v in vars(batch.rows).items() if name not in _NO_ROW_COLUMNS}
 
 
 def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
-    """Metrics of the groups of a generation batch, and of those `chosen`, bool of shape `(P,)`, for the log."""
+    """Compute metrics of the groups of a generation batch, and of those `chosen`, bool of shape `(P,)`, for the log."""
     return {
         "pass_rate": _mean(groups.pass_rates),
         "energy": groups.energies.mean(),
@@ -90,7 +90,7 @@ def batch_metrics(groups: Table, chosen: np.ndarray) -> dict[str, float]:
 
 
 def tables_of(record: GenerationRecord, now: float, known: set[int]) -> dict[str, pa.Table]:
-    """Rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
+    """Make the rows of a generation batch, by table. `known` are the prompts whose text is recorded already."""
     prompts, rows = record.prompts, record.rows
     facts = {"generation": record.generation, "step": record.step}
     summary = facts | {"pass_index": record.pass_index, "time": now, "skipped": record.skipped, "groups": len(record)}
@@ -129,7 +129,7 @@ def tables_of(record: GenerationRecord, now: float, known: set[int]) -> dict[str
 
 
 def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Counts and means of `generations`."""
+    """Compute counts and means of `generations`."""
     return {
         "rows": len(rows["group"]),
         **{name: prompts[name].sum() for name in ("selected", "dead", "replayed")},
@@ -144,19 +144,19 @@ def _counts(prompts: dict[str, np.ndarray], rows: dict[str, np.ndarray]) -> dict
 
 
 def to_table(columns: dict[str, Any]) -> pa.Table:
-    """A table from columns, or values that all rows share. NaN ("not scored") becomes null."""
+    """Make a table from columns, or values that all rows share. NaN ("not scored") becomes null."""
     columns = {k: list(v) if isinstance(v, np.ndarray) and v.ndim > 1 else v for k, v in columns.items()}
     frame = pd.DataFrame(columns)
     return pa.table({name: pa.array(frame[name], from_pandas=True) for name in frame})
 
 
 def _mean(values: np.ndarray) -> float:
-    """Mean of the values that are not NaN, NaN if there are none."""
+    """Return the mean of the values that are not NaN, NaN if there are none."""
     return float(pd.Series(values).mean())
 
 
 def plain_text(prompt: str | list[dict[str, Any]]) -> str:
-    """A prompt or completion as plain text."""
+    """Write a prompt or completion as plain text."""
     if isinstance(prompt, str):
         return prompt
     if len(prompt) == 1:
@@ -165,7 +165,7 @@ def plain_text(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def _content(message: dict[str, Any]) -> str:
-    """A message as plain text: its parts, and its tool calls."""
+    """Write a message as plain text: its parts, and its tool calls."""
     content = message.get("content") or ""
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]  # of a tool, anything

@@ -27,7 +27,7 @@ _MOST_WAITING = 1_000  # a disk that is full for hours must not fill the memory 
 
 
 def list_parts(folder: Path) -> list[Path]:
-    """Files of a table, in the order in which they were written."""
+    """List the files of a table, in the order in which they were written."""
     return sorted(folder.glob("*.parquet"))
 
 

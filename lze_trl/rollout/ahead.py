@@ -22,7 +22,7 @@ class LookAhead:
         rounds ([`~lze_trl.rollout.rounds.Rounds`]): Scores completions and remembers prompts.
         pending ([`~lze_trl.rollout.rounds.Pending`]): The batch under way. Every active prompt gets as many completions.
         drawn ([`Batch`]): The rounds before.
-        engine ([`~lze_trl.engine.Engine`]): Scores completions.
+        engine ([`~lze_trl.engine.TRLAdapter`]): Scores completions.
     """
 
     def __init__(self, rounds: Any, pending: Any, drawn: Batch, engine: Any):
@@ -54,7 +54,7 @@ class LookAhead:
         prompts = [prompt for prompt, group in arrived.values() for _ in group]
         flat = [completion for _, group in arrived.values() for completion in group]
         inputs = self.rounds.passes.load(self.rows[places])
-        rewards = self.engine.scored(inputs, prompts, [completion.token_ids for completion in flat])
+        rewards = self.engine.score_rows(inputs, prompts, [completion.token_ids for completion in flat])
         scored = self.rounds.score(rewards, self.engine.reward_weights.cpu(), 1)
         scored |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
         self._columns = {name: np.append(values, scored[name]) for name, values in self._columns.items()}

@@ -161,7 +161,7 @@ class Rounds:
         counts = pending.counts
         if not self.controller.by_group or counts.max() != np.gcd.reduce(counts):
             return
-        reason = engine.waits_for
+        reason = engine.why_rounds_are_synchronous
         if reason is not None:
             self._warn_once("rounds", "Groups wait for the slowest completion of each round: %s.", reason)
         elif engine.over_http:
@@ -210,7 +210,7 @@ class Rounds:
                 pending.plan = self._extended_plan(pending, drawn, wanted)
                 drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
             self._request_round(pending, drawn, engine)
-        engine.rounds_ended()
+        engine.cancel_speculative_requests()
         if not parts:
             return None
         engine.forget_rounds(len(parts) - 1)  # TRL's metrics then cover the first round, as of uniform sampling
@@ -223,7 +223,7 @@ class Rounds:
         """
         is_checked = pending.in_parts and bool(self.comparing.unknown)
         with _whole_groups_suggested() if is_checked else nullcontext():
-            held, numbers, rewards_per_func = engine.finish(pending.request, pending.ahead)
+            held, numbers, rewards_per_func = engine.generate_and_score(pending.request, pending.ahead)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
         wanted_rows = pending.request[2]
@@ -348,7 +348,7 @@ class Rounds:
             return
         own = places(pending.owner)[rows[:, self.accelerator.process_index]]
         with _whole_groups_suggested():
-            alone = np.array([engine.scored_alone(held, int(row), unknown) for row in own])
+            alone = np.array([engine.score_rows_alone(held, int(row), unknown) for row in own])
         if failed := self.comparing.check(unknown, scores[rows][..., unknown], alone):
             raise self._needs_whole_groups(failed, "scores a completion otherwise when it is alone", engine)
 

@@ -12,13 +12,17 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import compute
 
 import lze_trl
 import tiny
+from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app import views
 from lze_trl.app.charts import METRICS, overview
@@ -26,16 +30,20 @@ from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
 from lze_trl.app.report import write_report
 from lze_trl.record import Meta, TelemetryWriter, open_run
+from lze_trl.record.cards import cards
 from lze_trl.record.curves import curve, value_tables
 from lze_trl.record.ledger import against_plain
-from lze_trl.record.schema import STATUS_FILE
+from lze_trl.record.schema import STATUS_FILE, Status
+from lze_trl.record.writer import list_parts
 from test_by_value import make as make_by_value
-from test_telemetry import record_run, wait_for
+from test_telemetry import record_run
+from test_telemetry import wait_for as wait_for_seconds
 
 
 OFF = "gpu", "quic", "background-networking", "component-update", "sync"
 FLAGS = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{name}" for name in OFF)]
 pytestmark = pytest.mark.browser
+wait_for = partial(wait_for_seconds, seconds=300)  # of a machine that does other work
 NASTY = '<script>alert("x")</script> <img src=x onerror=alert(1)> **bold** ${alert(2)} {{value}} `a`'
 
 
@@ -55,6 +63,7 @@ def browser():
 def page(browser):
     """A page that fails the test when its script does."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(300_000)
     page = context.new_page()
     problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -173,6 +182,93 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     assert told.locator("meter").count() > 3
     assert told.locator(".lze-advice").inner_text().startswith(("Choose strategy: ", "Do not bother: "))
     assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []  # it works offline
+
+
+def empty_answers(prompts, trainer):
+    ids = [[trainer.processing_class.eos_token_id] for _ in prompts]
+    return {
+        "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+        "completion_ids": ids,
+        "logprobs": [[-0.01]] * len(ids),
+    }
+
+
+def short(completion_ids, **kwargs):
+    return [0.2 - 0.02 * len(ids) for ids in completion_ids]
+
+
+def share_of_digits(completions, **kwargs):
+    return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
+
+
+def multiply(run, times):
+    """Repeat the generation batches of a recorded run, so that it has that many times as many groups."""
+    for table in ("groups", "generations"):
+        parts = list_parts(run / "telemetry" / table)
+        rows = pq.read_table(parts)
+        count = compute.max(rows["generation"]).as_py() + 1
+        for place in range(1, times):
+            later = rows
+            for name in ("generation", "step"):
+                values = compute.cast(compute.add(rows[name], place * count), rows[name].type)
+                later = later.set_column(later.schema.get_field_index(name), name, values)
+            pq.write_table(later, parts[-1].with_name(f"{(place + 1) * count - 1:08d}-{place}.parquet"))
+
+
+@pytest.fixture(scope="module")
+def situations(tmp_path_factory):
+    """Runs as users have them: one that trains, one that collapsed, one of graded rewards, of the gate, one that crashed, and a long one."""
+    folder, held_out = tmp_path_factory.mktemp("situations"), {"eval_dataset": tiny.prompts(3)}
+    common = {"telemetry": True, "max_steps": 12, "trainer": held_out, "eval_strategy": "steps", "eval_steps": 6}
+    tiny.run(folder / "trains", **common, strategy="exact")
+    collapsed = common | {"trainer": held_out | {"rollout_func": empty_answers}}
+    tiny.run(folder / "collapsed", **collapsed, strategy="exact", reward_funcs=[tiny.digit_reward, short])
+    tiny.run(folder / "graded", **common, reward_funcs=share_of_digits)
+    tiny.run(folder / "gate", **common, strategy="gate", reward_funcs=tiny.digit_reward)
+    tiny.run(folder / "crashed", **common, save_strategy="steps", save_steps=6)
+    status = Status("running", max_steps=100)
+    status.write(folder / "crashed/telemetry")
+    file = folder / "crashed/telemetry" / STATUS_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"time": time.time() - 3600}))
+    stress.make(folder / "long", records=20_000, prompts=10_000)
+    multiply(folder / "long", 50)
+    with serve(folder) as address:
+        yield address, folder
+
+
+TOLD = {
+    "trains": "exact · ",
+    "collapsed": "the policy has collapsed on short (0.18 of 0.18)",
+    "graded": "lze · ",
+    "gate": "gate · ",
+    "crashed": "To go on from checkpoint-12",
+    "long": "step 1,000",
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_every_run_has_its_answers_its_charts_and_a_prompt_that_is_open(page, situations, name):
+    address, folder = situations
+    run = open_run(folder / name)
+    open_page(page, address, run=name)
+    page.wait_for_selector(".lze-cards")
+    shown = page.locator("#lze-overview")
+    for card in cards(run):  # what the console prints
+        for text in (card.value, *card.notes):
+            assert text in shown.inner_text()
+    assert TOLD[name] in page.locator("#lze-standing").inner_text() + shown.inner_text()
+    wait_for(lambda: len(titles(page)) >= len(overview(run)))
+    open_tab(page, "Prompts")
+    page.wait_for_selector("#lze-prompts tbody tr")
+    first = row(page, "#lze-prompts", 0).get_attribute("data-row")
+    opened = page.locator("#lze-detail [data-copy]")
+    wait_for(lambda: opened.count() and opened.get_attribute("data-copy") == first)
+    assert "prompt=" not in page.url  # nobody has chosen it
+    row(page, "#lze-prompts", 2).click()
+    second = row(page, "#lze-prompts", 2).get_attribute("data-row")
+    wait_for(lambda: opened.get_attribute("data-copy") == second and f"prompt={second}" in page.url)
+    drawn = set(run.prompts(limit=views.MOST_ROWS)["drawn"].astype(str))
+    assert {others[3] for others in cells(page, "#lze-prompts").values()} <= drawn
 
 
 def test_page_follows_a_run(page, tmp_path):
@@ -334,6 +430,7 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     # By the pointer, and on by the keyboard
     prompts = run.prompts(search="geometry", limit=3)
     row(page, "#lze-prompts", 0).locator("td").last.click()  # anywhere in the row
+    wait_for(lambda: "prompt=" in page.url)
     detail = page.locator("#lze-detail")
     wait_for(lambda: prompts.text[0] in detail.inner_text())
     for _ in range(2):
@@ -366,9 +463,15 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     search(page, "no such prompt anywhere")
     wait_for(lambda: found.inner_text().strip() == "No prompt has all of: no such prompt anywhere")
     # No prompt stays open, and no empty chart
-    wait_for(
-        lambda: detail.inner_text().startswith("Choose a prompt") and not page.locator("#lze-scatter .gtitle").count()
-    )
+    wait_for(lambda: not detail.locator("pre").count() and not page.locator("#lze-scatter .gtitle").count())
+    # A value of a column is chosen beside the other words
+    search(page, "problem")
+    choose(page, "#lze-column", "subject=number_theory")
+    expected = sum(1 for row in run.prompts()["columns"] if json.loads(row)["subject"] == "number theory")
+    wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
+    assert page.locator("#lze-search textarea, #lze-search input").input_value() == "problem subject=number_theory"
+    choose(page, "#lze-column", "any value")
+    wait_for(lambda: page.locator("#lze-search textarea, #lze-search input").input_value() == "problem")
 
 
 def test_run_tab_prompt_and_search_stand_in_the_address(page, address, runs):
@@ -510,7 +613,7 @@ def test_states_without_data_are_worded(page, runs, tmp_path):
             assert "Traceback" not in page.content()
         # A run that begins while the page is open appears
         record_synthetic_run(tmp_path / "empty", SyntheticTraining(num_prompts=20, groups_per_batch=8), 3)
-        page.wait_for_selector("#lze-overview .lze-cards", timeout=10_000)
+        page.wait_for_selector("#lze-overview .lze-cards", timeout=60_000)
         page.wait_for_selector(".js-plotly-plot", timeout=60_000)  # else the server ends while its charts are fetched
 
 

@@ -99,7 +99,7 @@ def test_a_server_writes_the_problems(servers, models, tmp_path, monkeypatch):
     settings = {"rollout_func": None, "reward_weights": [0.0, 1.0], "self_play": {"presence_penalty": 1.0}}
     trainer = play_run.trainer(tmp_path, tmp_path / "run", **over_http, **settings)
     trainer.train()
-    part = trainer.generation_step.instruction
+    part = trainer.generation_step.prompt_writer
     table = part.pool.rows
     assert (table["visits"].sum(), table["visits"].max()) == (15, 1)
     written = {play_run.read_problems(text, 2, False)[0].text for _, _, text in answers}

@@ -8,9 +8,10 @@ import numpy as np
 
 
 _EXTREMES = {"clip_ratio/low_min": np.min, "clip_ratio/high_max": np.max}  # of the sequences
+_OF_OPTIMIZER_STEP = "entropy_coef"  # not of a micro-batch
 
 
-class Window:
+class Accumulation:
     """What the micro-steps of an optimizer step leave behind for its end."""
 
     def __init__(self):
@@ -23,18 +24,23 @@ class Window:
         self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)  # value and weight of each micro-batch
         self._totals: dict[str, float] = defaultdict(float)  # losses
 
-    def add(self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float]):
+    def add(
+        self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float]
+    ) -> dict[str, list[float]]:
         """
-        Take what TRL has logged of a micro-batch out of `logged`. `weight` returns how many tokens or rows a metric is the mean of;
-        `shares` is what the micro-batch weighs in losses, by the name of their metrics.
+        Keep what TRL has `logged` of a micro-batch until the optimizer step ends, and return the metrics that are not of the micro-batch.
+        `weight` says of how many tokens or rows a metric is the mean; `shares` says what the micro-batch weighs in losses, by the name
+        of their metrics.
         """
-        for name in [name for name in logged if name != "entropy_coef"]:  # that is of the optimizer step
-            values = logged.pop(name)
+        for name, values in logged.items():
+            if name == _OF_OPTIMIZER_STEP:
+                continue
             self._logged[name] += values
             if name in shares:
                 self._totals[name] += shares[name] * sum(values)
             else:
                 self._means[name] += [(value, weight(name)) for value in values]
+        return {name: values for name, values in logged.items() if name == _OF_OPTIMIZER_STEP}
 
     def close(self) -> dict[str, list[float]]:
         """
