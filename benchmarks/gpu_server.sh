@@ -14,7 +14,9 @@
 # not know the version of its weights, hence benchmarks/weight_version.py. Its packages stand in a folder before those of the machine, for
 # the server alone. Runs that are finished are kept, so a second call goes on; SECONDS_LEFT=… ends it earlier than after 560 s.
 #
-# Rehearsed without a GPU: REHEARSED
+# Rehearsed without a GPU: `pack` up to the compression of 840 MB, with the real wheels for Python 3.12; by a reading of its imports, what vLLM 0.26 imports for a
+# dense model is in the folder or on the machine. `run -` with vLLM 0.32 on a CPU: start, completion, and the sync of weights by the middleware. Not yet: that
+# vLLM 0.26 starts on a GPU, and from these parts.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
