@@ -68,8 +68,8 @@ class CalculatorVotes(MajorityReward):
     def read(self, completions: list[Any], truncated: list[bool], **columns: Any) -> list[Any]:
         return super().read([f"\\boxed{{{text.strip()}}}" for text in completions], truncated, **columns)
 
-    def settle(self, ballots: Sequence[Any], final: bool = True) -> Any:
-        verdict = super().settle(ballots, final)
+    def score_group(self, ballots: Sequence[Any], final: bool = True) -> Any:
+        verdict = super().score_group(ballots, final)
         if verdict.winner is not None:
             right = grade(f"\\boxed{{{verdict.winner}}}", ballots[0].gold).score
             votes = round(verdict.metrics["winner_share"] * len(ballots))
