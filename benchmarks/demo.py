@@ -29,7 +29,7 @@ from lze_trl.job import RecipeError, read_recipe, reported_errors
 from lze_trl.job.recipe import LZEScriptArguments, parse_recipe
 from lze_trl.job.train import disable_progress_bars, run, setup_logging, trainer_arguments
 from lze_trl.record.curves import accuracy_metric
-from lze_trl.record.ledger import PLAIN, against_plain, times
+from lze_trl.record.ledger import against_plain
 
 from . import addition, tasks
 from .settings import write_json
@@ -144,13 +144,13 @@ def show(folder: Path, console: Console):
         curve = read_curve(folder / arm)
         points, first, last = curve["points"], curve["points"][0], curve["points"][-1]
         accuracy = f"{first['accuracy']:.3f} → {last['accuracy']:.3f}"
-        table.add_row(name, accuracy, *(times(last[work]) for work in _WORKS), f"{last['seconds']:.0f}")
+        table.add_row(name, accuracy, *(f"{last[work]:.2f} ×" for work in _WORKS), f"{last['seconds']:.0f}")
         # The cost is that of all FLOPs so far; plain GRPO's for all steps is 1
         costs = [point["total"] * point["step"] / curve["max_steps"] for point in points]
         lines[name] = costs, [point["accuracy"] for point in points]
     console.print(table)
     console.print(
-        f"× are FLOPs, of {PLAIN}. Core seconds are those of the training's own process, without evaluations."
+        "× are FLOPs, of plain GRPO for the same number of optimizer steps. Core seconds are those of the training's own process, without evaluations."
     )
     draw(lines, folder / PICTURE_FILE)
     console.print(f"picture: {folder / PICTURE_FILE}")

@@ -20,7 +20,19 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "name", ["words", "words_float32", "words_rate", "few_words", "skills", "h100", "h200", "calculator", "addition"]
+    "name",
+    [
+        "words",
+        "words_float32",
+        "words_rate",
+        "few_words",
+        "skills",
+        "h100",
+        "h200",
+        "calculator",
+        "addition",
+        "profiled",
+    ],
 )
 def test_a_report_of_kept_results_is_the_kept_one(tmp_path, name, monkeypatch):
     monkeypatch.setattr(suite, "write_picture", lambda *args: None)
