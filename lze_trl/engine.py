@@ -296,10 +296,7 @@ class TRLAdapter:
         return None
 
     def with_prefixes(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
-        """
-        Add a column `thinking_prefix` for reward functions to dataset rows, if a prompt opens the thinking: the mark that does, see
-        [`~lze_trl.rewards.grading.thinking_prefix`]. Only the rendered prompt shows what the chat template adds.
-        """
+        """Add a column `thinking_prefix` to dataset rows, if a prompt opens the thinking once it is rendered."""
         trainer, rendered = self._trainer, prompts
         if is_conversational({"prompt": prompts[0]}):
             template = trainer.chat_template or trainer.processing_class.chat_template
@@ -318,10 +315,7 @@ class TRLAdapter:
     def score_rows(
         self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> torch.Tensor:
-        """
-        Score some completions by plain reward functions on this process. Returns shape `(n, F)`, NaN where not applicable. What
-        the functions log is dropped.
-        """
+        """Score completions by plain reward functions on this process: `(n, F)`, NaN where not applicable."""
         trainer, prompts = self._trainer, [row["prompt"] for row in inputs]
         rows = self.with_prefixes(without_internal_columns(inputs), prompts)
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
@@ -343,10 +337,7 @@ class TRLAdapter:
         return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
 
     def score_rows_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
-        """
-        Score one completion of each process, at a row of its held columns, without any other, by the reward functions at some `columns`.
-        Returns shape `(W, len(columns))`. What the functions log is dropped.
-        """
+        """Score one completion of each process, at `row`, without any other: `(W, len(columns))`."""
         trainer = self._trainer
         names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
         changes: dict[str, Any] = {name: [getattr(trainer, name)[column] for column in columns] for name in names}
@@ -472,10 +463,7 @@ class TRLAdapter:
         }
 
     def _rolled_out(self, request: Request) -> tuple[list, Generated]:
-        """
-        Roll out a request: the prompts as the model saw them, and what TRL's `_generate` returned for them. TRL's own
-        `_generate_and_score_completions` runs as far as that: it resets environments, and prepares tools and images.
-        """
+        """Run TRL's own method as far as `_generate`; return the prompts that the model saw, and what that returned."""
         trainer, (inputs, group_size, wanted) = self._trainer, request
         accelerator = trainer.accelerator
         assigned = vars(trainer).get("_generate")  # a user may have set it on the object
@@ -498,10 +486,7 @@ class TRLAdapter:
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
 
     def generate(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
-        """
-        Generate by TRL's `_generate`, here `by_trl`, which gets a copy of the trainer and prompts. Empty completions are filled in, and TRL's
-        metrics of truncated ones follow the engine's finish reasons.
-        """
+        """Generate by TRL's `_generate`, here `by_trl`, with empty completions filled in and metrics corrected."""
         trainer, answers = self._trainer, self._trainer.answers
 
         def roll_out_and_fill(prompts: list, view: Any) -> dict[str, Any]:
@@ -909,10 +894,7 @@ def loss_tokens(
 def sequence_logprobs(
     logprobs: Sequence[Sequence[float | None]] | None, masks: list[list[int]] | None, count: int
 ) -> np.ndarray:
-    """
-    Sum the log-probabilities of each completion's tokens when they were sampled, shape `(count,)`, over those with 1 in its mask. NaN if
-    a token has none, or −∞.
-    """
+    """Sum the log-probabilities of each completion's sampled tokens, `(count,)`; NaN if one is unknown, or −∞."""
     if logprobs is None:
         return np.full(count, np.nan)
     sums = np.array([_sum_or_nan(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])

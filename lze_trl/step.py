@@ -93,10 +93,7 @@ class BatchPipeline:
             self._start_prefetch(engine)
 
     def _is_last_step(self, engine: TRLAdapter) -> bool:
-        """
-        Tell whether the optimizer step under way is the last one on this generation batch, and training goes on after it. The next
-        batch is prefetched then. Begun earlier, its weights would be older than one step, and an evaluation would have to finish it early.
-        """
+        """Tell whether to prefetch: in the batch's last step, unless training ends. Earlier, weights would be older."""
         micro_steps_left = self._micro_steps_per_batch - self.micro_step % self._micro_steps_per_batch
         # End of the batch in micro-steps, counted from the begin of the optimizer step
         end = self.accumulation.micro_steps + micro_steps_left

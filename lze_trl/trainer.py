@@ -85,10 +85,7 @@ def _override(cls: type, name: str) -> str | None:
 
 
 def _row_counter(dataloader: Any) -> Callable[[], float]:
-    """
-    Return a function that counts the rows that a loader gives all processes, without those that fill up its last batch; for a stream, the
-    rows that were read so far.
-    """
+    """Return a counter of the rows that a loader gives in all, without fillers; of a stream, of those read so far."""
     stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # accelerate may have wrapped both
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
     sampler = getattr(batches, "sampler", None)
@@ -291,10 +288,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @property
     def train_dataset(self) -> Dataset | IterableDataset:
-        """
-        The training set, with prompt ids. Another one can be assigned between trainings: the next training begins with a pass over it,
-        and what is known of prompts is kept.
-        """
+        """The training set, with prompt ids. Another one can be assigned between trainings; the memory is kept."""
         return vars(self)["train_dataset"]
 
     @train_dataset.setter

@@ -122,10 +122,7 @@ def media_as_stored(feature: Any) -> Any:
 
 
 def prompts_of_groups(prompt_ids: np.ndarray, group: np.ndarray, count: int) -> np.ndarray:
-    """
-    Return the prompt of each of `count` groups, shape `(P,)`, from those of all completions, shape `(B,)`; `ValueError`
-    if a group holds two.
-    """
+    """Return the prompt of each group, `(P,)`, from those of completions, `(B,)`; `ValueError` if a group has two."""
     of_groups = np.zeros(count, dtype=np.int64)
     of_groups[group] = prompt_ids
     if (mixed := group[of_groups[group] != prompt_ids]).size:
@@ -164,10 +161,7 @@ def _shown(transform: Callable[[dict[str, list]], dict[str, list]], batch: dict[
 
 
 def id_of(row: dict[str, Any], answer: str | None) -> int:
-    """
-    Return the id of a row, whose gold answer is in the column `answer`: that in its own column `prompt_id`, or else of
-    its content.
-    """
+    """Return the id of a row: its own `prompt_id`, or else that of its content, with its gold `answer` column."""
     own = row.get("prompt_id")
     if own is not None:  # integers stay as they are, so that the user finds them again in the telemetry
         return own if isinstance(own, int) and -(2**63) <= own < 2**63 else _hash(str(own))

@@ -11,10 +11,7 @@ def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
 def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
-    """
-    Return the mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n
-    + p·k) / (n + k), where e is the mean before the visit and n = min(rollouts, memory).
-    """
+    """Return (e·n + p·k) / (n + k): of k = `scored` ≥ 1 new completions and n = min(rollouts, memory) earlier ones."""
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
 

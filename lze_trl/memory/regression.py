@@ -53,10 +53,7 @@ class OnlineRegression:
         return {"brier": float(np.average((expected - true) ** 2, weights=counts))} if len(true) else {}
 
     def learn(self, offset: np.ndarray, x: np.ndarray, true: np.ndarray, counts: np.ndarray):
-        """
-        Move the weights to the mode of their posterior, and the precision to its curvature there. The examples are `true` or
-        not, and represent `counts` examples each, both of shape `(P,)`.
-        """
+        """Learn from examples, `true` or not, that count `counts`, `(P,)`: weights go to their posterior's mode."""
         prior = _PRIOR_PRECISION * np.eye(x.shape[1])
         before = _FORGETTING * self.precision + (1.0 - _FORGETTING) * prior
         center = np.linalg.solve(before, _FORGETTING * self.precision @ self.weights)

@@ -29,10 +29,7 @@ class Threshold:
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """
-        Forecast the probability that each whole group will be alive, by its first completion, shape `(P,)`; NaN without
-        one.
-        """
+        """Forecast, by its first completion, that each whole group will be alive, `(P,)`; NaN without one."""
         known = drawn.sizes > 0
         chances = np.full(len(prompts), np.nan)
         if known.any():
@@ -64,10 +61,7 @@ class Threshold:
         return np.where(begun, others * best, to_begin)
 
     def fit(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
-        """
-        Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; each group
-        represents `counts` groups, 0 if it was stopped.
-        """
+        """Score a batch's forecasts, then learn from it; each group represents `counts` groups, 0 if it was stopped."""
         complete = counts > 0
         offset, inputs = _examples(prompts, drawn)
         seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
@@ -93,10 +87,7 @@ class Threshold:
 
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Return, of prompts with completions, the log-odds of the earlier forecast, shape `(P,)`, and features of their first
-    completions, `(P, F)`, all between about −1 and 2. A missing outcome counts as 1/2.
-    """
+    """Return log-odds of earlier forecasts, `(P,)`, and features of first completions, `(P, F)`, about −1 to 2."""
     rows, offset = drawn.first_rows, log_odds(prompts.alive)
     outcomes, logprobs = np.nan_to_num(drawn.outcomes[rows], nan=0.5), drawn.logprobs[rows]
     missing, surprise = np.isnan(logprobs), np.abs(outcomes - prompts.pass_rates)

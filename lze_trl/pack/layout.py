@@ -148,10 +148,7 @@ def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
 
 
 def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometry: Geometry) -> Layout:
-    """
-    Lay out TRL's own micro-batches, for a batch without dropped rows: micro-step, process, and position after
-    TRL's shuffle of each row on its process, all of shape `(B,)`.
-    """
+    """Lay out TRL's own micro-batches, by micro-step, process and place after TRL's shuffle of all rows, `(B,)`."""
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
         rows = rows[np.lexsort((order[rows], process[rows], slot[rows]))]
@@ -174,10 +171,7 @@ def _lay_out(chunk: np.ndarray, geometry: Geometry, micro_batches: Callable[[np.
 
 
 def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:
-    """
-    Deal sorted rows round-robin, or keep them local as far as all ranks get equally many. Short ranks are padded with a
-    row of zero weight, a copy of the shortest row of another rank.
-    """
+    """Deal sorted rows to processes; short ones are padded with a copy of another's shortest row, of weight 0."""
     per_rank = -(-len(rows) // num_processes)
     missing = per_rank * num_processes - len(rows)
     rank = np.arange(len(rows)) % num_processes if owner is None else owner[rows]

@@ -93,10 +93,7 @@ def widths(
 
 
 def rows_of(columns: dict[str, Any], places: np.ndarray) -> dict[str, Any]:
-    """
-    Take some rows of TRL's tensors: of each tensor with one entry a row, and of each list with the tensor of a row's
-    images, or their number.
-    """
+    """Take some rows of TRL's tensors, and of lists with the tensor of a row's images, or their number."""
     index = torch.as_tensor(places)
     taken: dict[str, Any] = {}
     for name, values in columns.items():
@@ -116,10 +113,7 @@ def with_images_joined(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def trimmed(columns: dict[str, Any], middle: int, width: tuple[int, int]) -> dict[str, Any]:
-    """
-    Drop padding beyond the widths of prompts (left-padded) and completions (right-padded). `middle` is where prompts end, and
-    completions begin, in tensors of both.
-    """
+    """Drop padding beyond a width of prompts and completions; in tensors of both, prompts end at `middle`."""
     prompt, completion = width
     begin = max(0, middle - prompt)
     shorter = {}

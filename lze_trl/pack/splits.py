@@ -53,10 +53,7 @@ def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity
 
 
 def _padded_tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:
-    """
-    Count the padded tokens on one process of the runs that start at each rank row: of one rank row, of two, … while
-    they fit.
-    """
+    """Count the padded tokens of the runs of one, two, … rank rows that start at each rank row, while they fit."""
     most_rows = int(min(len(prompts), max(1.0, capacity.tokens / max(1, prompts.min() + completions.min()))))
     tokens = []
     for start in range(len(prompts)):

@@ -102,11 +102,7 @@ class Passes:
         return begins_again
 
     def plan(self, inputs: list[dict[str, Any]]) -> Plan:
-        """
-        Plan the next generation batch; `inputs` are this process's rows from the data loader, each prompt G times.
-
-        The data loader gives the rows of a stream, and of a sampler of the user's own; else they come from the order of the training set.
-        """
+        """Plan the next generation batch; `inputs` are this process's rows of the data loader, each prompt G times."""
         if self.mode == "refill":
             return self.plan_next(self.num_groups)
         if self.by_loader:
@@ -166,10 +162,7 @@ class Passes:
         return np.repeat(np.arange(processes), [len(share) for share in np.array_split(np.empty(count), processes)])
 
     def load_local_share(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
-        """
-        Load the dataset rows of this process. Every process gets as many; the last ones may be surplus rows. `owner`, of shape `(n,)`
-        and ascending, is the process of each row, by default even shares.
-        """
+        """Load this process's rows, on all as many, with surplus ones at the end. `owner`, `(n,)`, is ascending."""
         owner = self.owners(len(rows)) if owner is None else owner
         own = rows[owner == self.accelerator.process_index]
         return self.load(np.append(own, np.repeat(rows[-1:], np.bincount(owner).max() - len(own))))

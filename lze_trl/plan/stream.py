@@ -92,10 +92,7 @@ class PromptStream:
         return rows
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
-        """
-        Take the next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further
-        ones, fewer where no active prompt is left.
-        """
+        """Take the next `count` rows, distinct from those `taken` by the batch: fewer if no active prompt is left."""
         held, self.passed_over = _NO_ROWS if taken is None else taken, _NO_ROWS
         batch = self._take_from_queue(count, held)
         # If rows are left in the queue, the batch holds them, so it has taken the whole pass
@@ -204,10 +201,7 @@ class SamplerOrder(PromptStream):
 
 
 class GrowingStream(PromptStream):
-    """
-    Hands out prompts of a growing training set, the `pool` with its `prompt_ids`: new ones first, each `reuse` times, the next visits
-    after all others.
-    """
+    """Hands out prompts of a growing `pool`: new ones first, each `reuse` times, the next visits after all others."""
 
     def __init__(self, planner: Planner, state: PromptState, seed: int, pool: Any, reuse: int):
         super().__init__(planner, state, _NO_ROWS, seed)

@@ -35,10 +35,7 @@ class LookAhead:
         self._has_failed = False
 
     def __call__(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
-        """
-        Forecast what the next round will ask for: pairs of a place and a number of completions. Arrived are the prompt
-        tokens and the completions of the groups at some places; those that it has seen before are ignored.
-        """
+        """Forecast the next round by the groups that have arrived: pairs of a place and a number of completions."""
         new = {place: group for place, group in arrived.items() if place not in self._arrived}
         if not new or self._has_failed:
             return []

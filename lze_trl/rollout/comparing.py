@@ -38,10 +38,7 @@ class Comparing:
     def sampled_rows(
         self, columns: list[int], scores: np.ndarray, group: np.ndarray, rows_of_processes: list[np.ndarray]
     ) -> np.ndarray | None:
-        """
-        Return rows to score alone, shape `(8, W)`, some of each process, of groups with several rows if it has such rows. `None` if they
-        would show nothing, or a process has no row with a score. `scores` has shape `(B, F)` and `group` `(B,)`.
-        """
+        """Choose rows to score alone, `(8, W)`, of groups with several if possible; `None` if they show nothing."""
         in_company, scored = np.bincount(group)[group] > 1, ~np.isnan(scores[:, columns]).all(axis=1)
         sampled = []
         for rows in rows_of_processes:
@@ -55,10 +52,7 @@ class Comparing:
         return np.array(sampled).T if in_company.any() and differ.any() else None
 
     def check(self, columns: list[int], together: np.ndarray, alone: np.ndarray) -> list[int]:
-        """
-        Compare the scores of some rows among others with those of the same rows alone, both of shape `(8, W, len(columns))`. Return the
-        reward functions that fail the check.
-        """
+        """Return the functions that score rows otherwise alone than together, both `(8, W, len(columns))`."""
         span = np.ptp(np.nan_to_num(together), axis=(0, 1))
         same = np.abs(alone - together) <= _TOLERANCE * span
         same = (same | np.isnan(together)).all(axis=(0, 1))

@@ -150,10 +150,7 @@ class Episodes:
         self._in_a_row: Counter[int] = Counter()  # by prompt id
 
     def observe(self, prompt_ids: Sequence[int], prompts: Sequence[Any], reasons: Sequence[str | None]):
-        """
-        Enter the episodes of this process, which were played at once. An [`EpisodeError`] if the last three or more of a prompt
-        have all failed; one that succeeds beside them shows that the prompt can be played.
-        """
+        """Enter this process's episodes; an [`EpisodeError`] if the last three or more of a prompt have all failed."""
         by_prompt: dict[int, list[int]] = defaultdict(list)
         for i, prompt_id in enumerate(prompt_ids):
             by_prompt[prompt_id].append(i)

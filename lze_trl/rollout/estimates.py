@@ -42,10 +42,7 @@ def mean_over_full_batch(
 
 
 class StoppedGroups:
-    """
-    How many of the groups that a controller stops would be live, from those that chance has completed all the same. Each stands for
-    1 / probability, over the latest batches: a single one holds few of them.
-    """
+    """How many of the groups that a controller stops would be live, by those that chance has completed lately."""
 
     WINDOW = 512  # groups, stopped or completed by chance
 
@@ -112,10 +109,7 @@ class UniformSample:
         return found
 
     def moments(self, values: np.ndarray, remembered: np.ndarray | None = None) -> tuple[float, float]:
-        """
-        Return the mean, and the standard deviation with Bessel's correction, of something that each completion has,
-        and, where it is known, each other prompt. NaN does not count.
-        """
+        """Return mean and standard deviation (Bessel's) of completions and `remembered` prompts; NaN does not count."""
         weights = self.row_weights
         if remembered is not None:
             planned = self.planned[len(self.planned) - len(remembered) :]

@@ -41,10 +41,7 @@ class GateGuard:
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
 
     def with_guard_columns(self, prompts: Prompts, random_draws: np.ndarray, start: np.ndarray) -> Prompts:
-        """
-        Add the columns that a gate needs for its guard: of each prompt a random number, and the probability of having been started
-        (`start`, 0 if it was not), both of shape `(P,)`. While groups are drawn whole, no probability of being alive is too low.
-        """
+        """Add what a gate needs for its guard; while groups are drawn whole, no chance of being alive is too low."""
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
         columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
         return prompts.with_columns(alive_needed=needed, **columns)
@@ -76,10 +73,7 @@ class GateGuard:
         return self._recent[0] / max(self._recent[1], 1.0)
 
     def _bet(self, against_gate: np.ndarray):
-        """
-        Bet on the evidence of each prompt that the gate does not pay, numbers of at least −1 and of shape `(P,)`; or, while groups are
-        drawn whole, on the opposite. Change the belief if the bet wins.
-        """
+        """Bet on each prompt's evidence, at least −1, that the belief is wrong, `(P,)`; change it if the bet wins."""
         if not self.on:
             return
         evidence = -against_gate if self.draws_whole else against_gate

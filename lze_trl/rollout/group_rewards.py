@@ -51,10 +51,7 @@ class GroupReward(Protocol):
 def reader(
     reward: GroupReward, notes: Callable[[list[Any]], None], truncated: Callable[[], list[bool]], training: bool
 ) -> Callable:
-    """
-    Return a reward function for TRL to call in place of a group reward, whose column is overwritten once whole groups are there: it
-    hands the readings to `notes`. `truncated` says which of the completions are truncated.
-    """
+    """Return a function that TRL calls for a group reward: its readings go to `notes`, and rewards come later."""
 
     def placeholder(
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], log_extra: Callable, **kwargs: Any

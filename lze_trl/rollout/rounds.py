@@ -85,10 +85,7 @@ class Pending:
         self.counts = counts
 
     def probabilities(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """
-        Return the probabilities with which chance has started each prompt and completed its group, shape `(P,)`; `None` where
-        it has decided nothing.
-        """
+        """Return with which probabilities prompts were started and completed, `(P,)`; `None` where all were."""
         count = len(self.plan.rows)
         start, completion = (
             None if probability is None else _padded(probability, count, 1.0)
@@ -190,10 +187,7 @@ class Rounds:
     # ---- Finish ----
 
     def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
-        """
-        Collect and score all rounds of a batch; `None` if the controller asks for no completions. It may add prompts to the plan. The
-        update wants K = `wanted` groups.
-        """
+        """Collect and score all rounds of a batch, for an update of `wanted` groups; `None` without completions."""
         parts: list[Batch] = []
         while pending.request is not None:
             if len(parts) == MAX_ROUNDS:
@@ -217,10 +211,7 @@ class Rounds:
         return self._with_estimates(self._joined_rounds(parts, pending.plan, engine, final=True), pending)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch:
-        """
-        Return the scored completions of a round, those of all processes. Their scores enter the range of the run, unless rewards of whole
-        groups are missing.
-        """
+        """Return the scored completions of a round, those of all processes."""
         is_checked = pending.in_parts and bool(self.comparing.unknown)
         with _whole_groups_suggested() if is_checked else nullcontext():
             held, numbers, rewards_per_func = engine.generate_and_score(pending.request, pending.ahead)
@@ -298,10 +289,7 @@ class Rounds:
             )
 
     def _with_group_rewards(self, batch: Batch, engine: Any, final: bool = True) -> Batch:
-        """
-        Add the rewards of whole groups, if there are such rewards. Unless they are `final`, they change no range, and a controller that
-        may still add completions gets other signals, see [`_signals_so_far`].
-        """
+        """Add rewards of whole groups, if any; unless `final`, they change no range, and groups may still grow."""
         readings = {
             int(name.removeprefix(READINGS)): batch.gathered(values)
             for name, values in batch.held.items()
@@ -362,10 +350,7 @@ class Rounds:
     # ---- Estimates ----
 
     def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
-        """
-        Add what the full batch, and one of uniform sampling, would have been, and leave out prompts that got no completion. Prompts that
-        joined late are certain.
-        """
+        """Add estimates of the full batch and of uniform sampling, and leave out prompts without completions."""
         count = batch.num_groups
         first_counts = _padded(pending.first_round_counts, count, 0)
         has_rows, (start, completion) = first_counts > 0, pending.probabilities()

@@ -5,10 +5,7 @@ from trl.trainer.utils import nanstd
 
 
 def total_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """
-    Return the weighted sum of the rewards `(B, F)` of each completion, in TRL's own arithmetic: shape `(B,)`. A reward
-    is NaN where its function does not apply, a total where none does.
-    """
+    """Return the weighted sum of rewards `(B, F)` in TRL's arithmetic, `(B,)`; NaN where no function applies."""
     totals = (rewards_per_func * weights).nansum(dim=1)
     totals[torch.isnan(rewards_per_func).all(dim=1)] = torch.nan
     return totals
