@@ -64,13 +64,7 @@ def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str
 
 
 def load(directory: str | Path, name: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """
-    Read the state of each part and the description that [`save`] has written.
-
-    Raises:
-        FileNotFoundError: If one of the files does not exist.
-        CheckpointError: If a file is damaged, was written by something else, or by another version.
-    """
+    """Read the state of each part, and the description; a [`CheckpointError`] if a file is damaged or not ours."""
     meta, arrays = _head(directory, name), Path(directory, f"{name}.{ARRAYS}")
     data = arrays.read_bytes()
     tensors = _parsed(arrays, data, safetensors.numpy.load)

@@ -396,15 +396,11 @@ class TRLAdapter:
         self, request: Request, foresight: Any = None
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
-        Generate and score the completions of a request.
+        Generate and score the completions of a request. While they come in, the `foresight` says what the next round
+        will ask for. Neither reward functions nor TRL's metrics see unwanted rows of the request.
 
-        While completions come in, the `foresight` says what the next round will ask for, see
-        [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. Unwanted rows of the request are in the result, but neither
-        reward functions nor TRL's metrics see them.
-
-        Returns:
-            Held columns of this process; numbers of its completions that all processes will know, int64 or float64; and the rewards of
-            all processes, shape `(B, F)`, NaN where not applicable.
+        Returns held columns of this process; numbers of its completions that all processes will know, int64 or float64;
+        and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
         """
         trainer, answers, inputs = self._trainer, self._trainer.answers, request[0]
         surplus = self._surplus(request)
@@ -562,13 +558,9 @@ class TRLAdapter:
         self, drawn: Batch, chosen: Batch, rows: np.ndarray, uniform_groups: bool, packed: bool
     ) -> dict[str, Any]:
         """
-        Let TRL make the tensors of the chosen rows that this process holds: padded tokens, masks, old and reference log-probabilities,
-        advantages. Advantages and metrics follow from all completions `drawn`.
-
-        Args:
-            rows (int64, `(n,)`): The chosen rows, by their places in `drawn`.
-            uniform_groups: The batch is as TRL's own: `num_generations` completions of each prompt, drawn at once.
-            packed: Compute log-probabilities in the micro-batches of the layout.
+        Let TRL make the tensors of the chosen `rows` of `drawn`, int64 `(n,)`, that this process holds. Advantages and
+        metrics follow from all that was drawn. `uniform_groups` are plain TRL's; `packed` uses the micro-batches of the
+        layout.
         """
         trainer, held_rows = self._trainer, rows[chosen.held["row"]]
         # TRL computes advantages of groups of one size, by one estimator, and counts an abstaining group reward as 0

@@ -636,12 +636,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     @contextmanager
     def running(self) -> Iterator[None]:
         """
-        Mark a run, whose telemetry says `finished` once the block has ended: a training, by itself or with what is written after it.
-        A signal ends it as Ctrl-C does, and the process with the status 128 + its number.
-
-        Raises:
-            OutputFolderError: Another training that is alive has the same `output_dir`.
-            DiskError: The disk is full or fails.
+        Mark a run, whose telemetry says `finished` after the block. A signal ends the process with 128 + its number.
+        Raises `OutputFolderError` if another live training has the `output_dir`, and `DiskError` if the disk is full or
+        fails.
         """
         if self._is_running:
             yield

@@ -71,12 +71,10 @@ def add_prompt_ids(
     dataset: Dataset | IterableDataset, deduplicate: bool = True, needs_prompt: bool = True
 ) -> Dataset | IterableDataset:
     """
-    Add the column `lze_prompt_id`, and keep only the first row of each prompt.
-
-    A prompt is the content of its row, see [`prompt_id`], or the value of a user's own `prompt_id` column where it has one.
-    With a format or a transform (`Dataset.set_format`), which stays, the row before it counts, and images count as they are stored. Without
-    `deduplicate`, each further row of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids.
-    `needs_prompt` is off where an environment makes prompts of the other columns.
+    Add the column `lze_prompt_id`, and keep only the first row of each prompt, which is the content of its row, see
+    [`prompt_id`], or its own `prompt_id`. A format or transform stays, and the row before it counts. Without
+    `deduplicate`, repeats get other ids; an iterable dataset keeps repeated ones. `needs_prompt` is off where an
+    environment makes prompts of other columns.
     """
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")

@@ -29,12 +29,7 @@ def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.nd
 
 
 def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np.ndarray:
-    """
-    Return the probability that all completions of a group pass, or all fail; 1 for groups of fewer than two.
-
-    The number of passes is beta-binomial: P(all pass) is the product of (a + i) / (a + b + i) over i < `size`, and P(all fail)
-    the same with b for a.
-    """
+    """Return the probability that all completions of a group pass or all fail (beta-binomial), 1 for fewer than two."""
     sizes = np.broadcast_to(size, a.shape)
     drawn = np.arange(sizes.max(initial=0))  # (S,)
     counts = drawn < sizes[:, np.newaxis]  # (P, S)

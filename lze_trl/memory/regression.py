@@ -13,10 +13,8 @@ _HALVINGS = 20
 
 class OnlineRegression:
     """
-    Bayesian logistic regression: known log-odds (the offset) plus a weighted sum of F features.
-
-    The weights have a Gaussian posterior, updated by Newton steps for each batch. Forecast each batch before learning from
-    it: the model is used as long as its Brier score over the latest batches is no higher than that of the offset alone.
+    Bayesian logistic regression: known log-odds (the offset) plus a weighted sum of F features, with Gaussian weights.
+    Forecast before learning: the model is used as long as its recent Brier score is no higher than the offset's.
     """
 
     def __init__(self, num_features: int):

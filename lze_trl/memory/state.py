@@ -90,12 +90,9 @@ class PromptState:
 
     def score_and_store(self, rollouts: Batch, completion_probability: np.ndarray | None = None) -> Table:
         """
-        Score the groups of a generation batch, let the forecasts learn from them, and store them. Enter their scores by [`update_range`]
-        first.
-
-        Energies use the moving averages from *before* the batch. Groups without a scored completion are not stored. Where groups
-        were stopped after their first completion, `completion_probability`, shape `(P,)`, is the probability with which each was
-        completed, 0 for the stopped ones.
+        Score the groups of a batch by averages from *before* it, let forecasts learn, and store those with a scored
+        completion. Enter their scores by [`update_range`] first. Where groups were stopped after their first
+        completion, `completion_probability`, `(P,)`, says how likely each was completed: 0 for the stopped ones.
         """
         groups = self._score(rollouts)
         if completion_probability is None:

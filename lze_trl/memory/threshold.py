@@ -39,13 +39,12 @@ class Threshold:
 
     def needed(self, prompts: Prompts) -> np.ndarray:
         """
-        Return the probability of being alive from which further completions of a group yield more live groups each than
-        elsewhere, shape `(P,)`: its first completion, or the remaining ones once `prompts.alive_given_first` is known.
+        Return the probability of being alive from which further completions yield more than elsewhere, shape `(P,)`.
 
-        Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
-        live groups, so that all groups continue while none was alive. Where each goes on by itself (`independent`), further ones are worth
-        drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
-        deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
+        Where groups wait for each other, those go on that together yield the most; recent batches contribute, so that
+        all go on while none was alive. An `independent` one goes on from (G − 1)·λ, with λ what completions have
+        yielded lately (Dinkelbach), less a standard deviation of the live groups: by its own first completion, and
+        nothing else of its batch.
         """
         given_first = prompts.alive_given_first
         count, forecast, *recent = self._recent * _kept(prompts, self.RECENT)
@@ -108,12 +107,8 @@ def _kept(prompts: Prompts, window: int) -> float:
 
 def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
     """
-    Return the most live groups per completion that the best choice of groups to complete gives, for groups with one
-    completion each.
-
-    Completing a group takes `cost` more completions. The k likeliest groups are completed, with the k that maximises
-    (live + sum of their probabilities) / (completions + groups + k·cost); they are also the groups whose probability is at
-    least cost · the result (Dinkelbach). 0 without groups.
+    Return the most live groups per completion that a choice of groups to complete, for `cost` further ones each, can
+    give; 0 without groups. The chosen ones are those whose probability is at least cost · the result (Dinkelbach).
     """
     if not completions + len(alive):
         return 0.0
@@ -123,11 +118,8 @@ def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: flo
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:
     """
-    Return the probability p of being alive from which a group is worth its first completion, if other completions yield
-    r = `elsewhere` live groups each.
-
-    It is worth it only if E[max(q − r·(G − 1), 0)] ≥ r, with q the probability given the first completion and E[q] = p. The
-    left side is at most p·(1 − r·(G − 1)).
+    Return the probability p of being alive from which a group is worth its first completion, if others yield r live
+    groups: E[max(q − r·(G − 1), 0)] ≥ r, with q the probability after it. The left side is at most p·(1 − r·(G − 1)).
     """
     left = 1.0 - elsewhere * (group_size - 1)
     return min(elsewhere / left, 1.0) if left > 0.0 else 1.0

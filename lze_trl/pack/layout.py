@@ -102,14 +102,11 @@ def pack(
     owner: np.ndarray | None = None,
 ) -> Layout:
     """
-    Lay the chosen rows out in few micro-steps, with little padding.
+    Lay the chosen rows out in few micro-steps, with little padding; arrays have shape `(n,)`, one entry per chosen row.
 
-    In each chunk the rows are sorted by length and split into runs, one for each micro-step. The rows of a run are shared
-    out, so that all processes compute equally many of about the same length at the same time. Of the rows that each process
-    (`owner`) holds, as many as possible stay where they are. Arrays have shape `(n,)`, one entry per chosen row.
-
-    Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of
-    the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
+    In each chunk the rows are sorted by length and split into runs, one for each micro-step, whose rows are shared out
+    evenly; as many as possible stay on the process (`owner`) that holds them. Without a token budget, a micro-batch may
+    hold what `micro_batch_rows` of the longest chosen rows would take. A limit is exceeded only where all micro-steps
     of a chunk together do not hold its rows, or one row is longer than the budget.
     """
     longest, size = completion_tokens.max(initial=0), geometry.micro_batch_rows

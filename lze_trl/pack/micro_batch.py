@@ -66,12 +66,7 @@ def micro_batch(
 
 
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """
-    Return one row of a micro-batch with weight 0, for a micro-step that only takes part in the gradient
-    synchronisation.
-
-    Needed if the synchronising micro-step of a window is empty, but an earlier one of the window was not.
-    """
+    """Return a row of weight 0, for an empty micro-step that synchronises the gradients of earlier ones."""
     others = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor) or value.ndim == 0}
     row = others | unsplit_pixel_values_by_grid(
         rows_of(split_pixel_values_by_grid(inputs), np.zeros(1, dtype=np.int64))

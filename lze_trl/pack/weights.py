@@ -79,10 +79,8 @@ def weights_of_full(
     geometry: Geometry,
 ) -> Weights:
     """
-    Return the weights in a batch that is normalised as TRL normalises the full batch.
-
-    Micro-step, process and loss tokens are those of all rows in TRL's own layout, shape `(B,)`; `chosen` are the indices of
-    the chosen rows and `weights` what they stand for, shape `(n,)`.
+    Return the weights in a batch that is normalised as TRL's full batch. Micro-step, process and loss tokens are those
+    of all rows in TRL's layout, `(B,)`; `chosen` are the chosen rows and `weights` what they stand for, `(n,)`.
     """
     chunk = slot // geometry.chunk_steps
     rows = np.bincount(chunk, minlength=geometry.num_chunks)
@@ -136,10 +134,8 @@ def entropy_weights(
     batch: MicroBatch, process: int, scale: float, chosen: Table, geometry: Geometry
 ) -> np.ndarray | None:
     """
-    Return what the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`. `None` where
-    `scale`, the factor of the micro-batch's loss, makes the bonus right already.
-
-    TRL averages the bonus over the tokens of a micro-batch, whatever the loss type: it weighs as a `"bnpo"` loss does.
+    Return what the entropy of a token of each row weighs in TRL's bonus, times A, `(R,)`; `None` where `scale` makes it
+    right already. TRL averages it over the tokens of a micro-batch, so it weighs as a `"bnpo"` loss does.
     """
     rows, filler = batch.rows[process], batch.filler[process]
     weights = chosen.weight[rows] * geometry.num_processes * geometry.chunk_steps / chosen.norm_tokens[rows]

@@ -46,10 +46,8 @@ class EmptyRows:
 @dataclass(kw_only=True)
 class Passes:
     """
-    Plans generation batches, one pass over the data after another.
-
-    The mode decides what happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, by rank),
-    `"skip"` (the batch is smaller), or `"none"` (no prompt is left out).
+    Plans generation batches, one pass over the data after another. By the mode, slots of prompts that the planner
+    leaves out go to others by rank (`"refill"`), or are dropped (`"skip"`); with `"none"`, no prompt is left out.
     """
 
     mode: str
@@ -189,10 +187,8 @@ class Passes:
 
 def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndarray:
     """
-    Return the ascending positions of the prompts of a batch that are rolled out in the mode `"skip"`.
-
-    All processes must roll out the same number of completions. Where the prompts that the pass `keeps`, shape `(P,)`, do not
-    divide evenly, the first of the others are re-checked early.
+    Return the ascending positions of the prompts that are rolled out in the mode `"skip"`: those that the pass `keeps`,
+    `(P,)`, and as many of the first others as it takes for all processes to have the same number of completions.
     """
     unit = num_processes // math.gcd(num_processes, group_size)  # groups that divide evenly over the processes
     missing = -int(keeps.sum()) % unit

@@ -14,15 +14,10 @@ _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
 
 class LookAhead:
     """
-    Asks a controller that decides on each group by its own completions what it will want next, as soon as these are there, so that
-    no group waits for the slowest completion of its round. Once the round has ended, it is scored as if nothing had been asked ahead:
-    a wrong forecast costs time, and changes no result.
-
-    Args:
-        rounds ([`~lze_trl.rollout.rounds.Rounds`]): Scores completions and remembers prompts.
-        pending ([`~lze_trl.rollout.rounds.Pending`]): The batch under way. Every active prompt gets as many completions.
-        drawn ([`Batch`]): The rounds before.
-        engine ([`~lze_trl.engine.TRLAdapter`]): Scores completions.
+    Asks a controller that decides on each group by its own completions what it will want next, as soon as these are
+    there, so that no group waits for the slowest completion of its round. The round is then scored as if nothing had
+    been asked ahead: a wrong forecast costs time, and changes no result. `drawn` are the rounds before the `pending`
+    one.
     """
 
     def __init__(self, rounds: Any, pending: Any, drawn: Batch, engine: Any):

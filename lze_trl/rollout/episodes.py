@@ -34,9 +34,7 @@ class EpisodeError(RuntimeError):
 def guarded(factory: Any, time_limit: float | None) -> Any:
     """
     Return an `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has
-    the reward `None`.
-
-    With a `time_limit` in seconds, each environment runs in a thread of its own, and a call that takes longer fails.
+    the reward `None`. With a `time_limit` in seconds, each runs in its own thread, and a call that takes longer fails.
     """
     if isinstance(factory, dict):
         return {name: guarded(one, time_limit) for name, one in factory.items()}

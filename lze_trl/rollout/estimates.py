@@ -9,11 +9,8 @@ from ..batch import Batch, differ, places
 
 def represented(weights: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     """
-    Return what each of P prompts or groups counts for once chance has left some of them out, shape `(P,)`.
-
-    `weights` is what each counted for before, and `probabilities` with which probability each was drawn, 0 if it was not. What
-    chance has drawn shares the weights of all that were not certain, in proportion to 1 / probability. If chance has drawn
-    nothing, the weights stay as they are.
+    Return what each prompt or group counts for once chance has left some out, `(P,)`: those drawn share the `weights`
+    of all that were not certain, in proportion to 1 / probability. If chance has drawn nothing, the weights stay.
     """
     unsure = probabilities < 1.0
     shares = np.divide(weights, probabilities, out=np.zeros(len(weights)), where=unsure & (probabilities > 0))
@@ -26,12 +23,10 @@ def mean_over_full_batch(
     values: np.ndarray, group: np.ndarray, first_counts: np.ndarray, weights: np.ndarray
 ) -> float:
     """
-    Estimate the mean of a value of each row, shape `(B,)`, over groups that all have as many rows. Every group counts
-    for its `weights`, shape `(P,)`.
+    Estimate the mean of a value of each row, `(B,)`, over groups of equal size that count for their `weights`, `(P,)`.
 
-    Whether a group gets more rows may depend on the rows it has. So groups of different sizes count with the rows of their
-    first round alone, `first_counts` of each, shape `(P,)`: nothing was known of them when they were drawn, and the expected value is
-    that of the full batch.
+    Whether a group gets more rows may depend on those it has. So groups of different sizes count with the rows of their
+    first round, `first_counts`, `(P,)`: nothing was known of them then, and the expected value is the full batch's.
     """
     sizes = np.bincount(group, minlength=len(first_counts))
     if (sizes == sizes[0]).all():
@@ -132,11 +127,9 @@ def uniform_sample(
     joined: np.ndarray | None = None,
 ) -> UniformSample:
     """
-    Estimate what uniform sampling would have seen.
-
-    All of shape `(P,)`: the completions of each prompt in round 0; how many `live` groups it stands for, `None` to count the groups
-    of round 0; and the round in which it `joined` the batch (default: 0). Of shape `(n,)`, for the n prompts without completions: the
-    `remembered` mean scores, and `forecasts` of the probability that their groups are live.
+    Estimate what uniform sampling would have seen, by the completions of each prompt in round 0, how many `live` groups
+    it stands for (`None`: those of round 0), and the round in which it `joined` (default 0), all `(P,)`. The n prompts
+    without completions have `remembered` mean scores, and `forecasts` that their groups are live, `(n,)`.
     """
     in_round0 = places(rollouts.group) < round0_counts[rollouts.group]
     row_weights = np.where(in_round0, 1.0 / np.maximum(round0_counts, 1)[rollouts.group], 0.0)

@@ -118,10 +118,9 @@ def guard_evidence(
     gate: Gate, state: PromptState, drawn: Batch, start: np.ndarray, completion: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Return what [`GateGuard.update`] needs of each prompt: `seen`, `started` and `whole`, each of shape `(P,)`.
-
-    `start` and `completion`, shape `(P,)`, are the probabilities with which prompts were started and groups completed, 0 where they were
-    not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
+    Return `seen`, `started` and `whole` for [`GateGuard.update`], `(P,)` each, from the probabilities with which
+    prompts were started and groups completed; without the latter all were drawn whole, and the gate says what it would
+    have done.
     """
     if completion is not None:
         return start * completion, (drawn.sizes > 0).astype(np.float64), (completion > 0).astype(np.float64)

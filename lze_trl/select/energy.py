@@ -42,10 +42,9 @@ def score_groups(
     named_outcome: bool = False,
 ) -> Table:
     """
-    Score every group of a generation batch. A group without a scored completion has pass rate NaN and energy 0.
-
-    Arrays have shape `(P,)`: pass rate at the first visit and moving average (NaN before the first visit), number of visits,
-    and whether this visit is a re-check of a pruned prompt. With `named_outcome`, the outcomes alone decide what is solved.
+    Score every group; one without a scored completion has pass rate NaN and energy 0. Arrays have shape `(P,)`: pass
+    rate at the first visit and moving average (NaN before it), visits, and whether this one re-checks a pruned prompt.
+    With `named_outcome`, the outcomes alone decide what is solved.
     """
     num_groups, group = rollouts.num_groups, rollouts.group
     alive, pass_rates = rollouts.alive, group_mean(rollouts.outcomes, group, num_groups)
