@@ -187,21 +187,18 @@ class BatchPipeline:
         weight_change, in_bfloat16 = engine.weights_changed()
         if not np.isnan(weight_change):
             engine.metrics["lze/weights_changed"].append(weight_change)
-        if drawn is None:
-            return self._empty_batch(plan, engine)
+        if drawn is None:  # pruning or the controller has left nothing
+            self.ledger.add(self.args.generation_batch_size)
+            self._record(plan, engine)
+            return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
         with timed("selection"):
             forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
             if self.state.unseen is not None:
                 drawn = drawn.with_prompts(forecast=forecasts)
             self._add_values(drawn)
-            self.advice.see(
-                drawn,
-                drawn.prompts.cause,
-                forecasts,
-                engine.learning_rate,
-                weight_change if in_bfloat16 else np.nan,
-            )
+            change_in_bfloat16 = weight_change if in_bfloat16 else np.nan
+            self.advice.see(drawn, drawn.prompts.cause, forecasts, engine.learning_rate, change_in_bfloat16)
             chosen = self._select(drawn, num_groups_wanted)
             weights = row_weights(self.controller, drawn, self._rng("keep"))
             # Rows without a loss token, such as masked truncated completions, only fill micro-batches
@@ -237,14 +234,9 @@ class BatchPipeline:
 
     def _select(self, drawn: Batch, num_groups_wanted: int) -> np.ndarray:
         """Choose the groups to train on: a mask of shape `(P,)`. K = `num_groups_wanted` of them fill the update."""
-        return choose_groups(
-            self.selector,
-            drawn.prompts,
-            np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups),
-            num_groups_wanted,
-            self.controller.fills_update,
-            partial(self._rng, "selection"),
-        )
+        loss_tokens = np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups)
+        fills_update, make_rng = self.controller.fills_update, partial(self._rng, "selection")
+        return choose_groups(self.selector, drawn.prompts, loss_tokens, num_groups_wanted, fills_update, make_rng)
 
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
@@ -305,12 +297,6 @@ class BatchPipeline:
         if not self.passes.variable_group_size and len(rows) == drawn.num_rows:
             return trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
         return unpacked(chunk, self.geometry)
-
-    def _empty_batch(self, plan: Plan, engine: TRLAdapter) -> Batch:
-        """Make a batch without rows, where pruning or the controller has left none."""
-        self.ledger.add(self.args.generation_batch_size)
-        self._record(plan, engine)
-        return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
 
     def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: TRLAdapter):
         groups = drawn.prompts

@@ -672,7 +672,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.generation_step.reset_for_training()
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
-            self._resume(resume_from_checkpoint)
+            if store.load_parts(resume_from_checkpoint, self._parts)["mid_batch"]:
+                self.generation_step.load_rows(store.load(resume_from_checkpoint, self._rows_name)[0])
         elif self.args.state_from is not None and not self.generation_step.batch_index:
             from .profile.folder import warn_of_others
             from .remote import STATE_FILES, resolve
@@ -734,11 +735,6 @@ class LZEGRPOTrainer(GRPOTrainer):
                 self._save_parts(directory)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-
-    def _resume(self, checkpoint: str):
-        """Let our parts continue from a checkpoint."""
-        if store.load_parts(checkpoint, self._parts)["mid_batch"]:
-            self.generation_step.load_rows(store.load(checkpoint, self._rows_name)[0])
 
     @property
     def _rows_name(self) -> str:

@@ -15,10 +15,9 @@ _CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 class History(Table):
     """
-    What is remembered of prompts, float64 columns of shape `(P,)`: `visits`; posterior mean `pass_rates` and the completions
-    it rests on, `strength`; of the last visit the mean outcome `last_mean`, whether it was `stopped` after one completion, and
-    `logprob_mean`, `logprob_min`, `logprob_max` (NaN if none were reported); `streak`, see [`Prompts`]; and the `age` in
-    generation batches since the last visit.
+    What is remembered of prompts, float64 `(P,)`: `visits`; posterior `pass_rates` and their `strength` in completions;
+    of the last visit the mean outcome `last_mean`, whether it was `stopped`, and `logprob_mean`, `logprob_min`,
+    `logprob_max` (NaN if not reported); `streak`, see [`Prompts`]; and `age`, the batches since that visit.
     """
 
 

@@ -29,9 +29,7 @@ def prompt_id(prompt: Any, answer: Any = None, others: dict[str, Any] | None = N
     """
     further = _content(others or {})
     content = [_content(prompt), answer, *([further] if further else [])]
-    return _hash(
-        json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text),
-    )
+    return _hash(json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text))
 
 
 def _content(value: Any) -> Any:

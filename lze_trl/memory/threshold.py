@@ -6,9 +6,8 @@ from ..batch import Batch, Prompts
 from .regression import OnlineRegression, bounded_logprob, log_odds
 
 
-_NUM_FEATURES = (
-    17  # of a first completion: 7 of new prompts, 7 of known ones, and 3 of its distance from what was expected
-)
+# Of a first completion: 7 of new prompts, 7 of known ones, and 3 of its distance from what was expected
+_NUM_FEATURES = 17
 
 
 class Threshold:

@@ -112,8 +112,7 @@ def loss_scale(
 ) -> tuple[float, np.ndarray | None]:
     """
     Return the factor that turns TRL's loss of a micro-batch into the rows' share of the batch, see [`row_share`]; and
-    weights of shape `(R,)` of the rows' own losses, where they differ from 1. `chosen` are the columns of [`Weights`]
-    and `loss_tokens`.
+    weights `(R,)` of the rows' own losses, where they differ from 1.
     """
     rows, filler = batch.rows[process], batch.filler[process]
     if filler.all():

@@ -28,15 +28,14 @@ _RECHECKED = 0.1  # share of what is dead to the end of a pass that is rolled ou
 
 class PromptStream:
     """
-    Asks the planner once per pass, and hands out the rows of the pass, highest rank first.
+    Asks the planner once per pass, and hands out the rows of the pass, highest rank first. A batch may straddle two
+    passes; it never holds a prompt twice. `prompt_ids`, `(N,)`, are the distinct ids of the training set; prompts that
+    the state knows from other data are no part of a pass. The first pass has the order of TRL's sampler, `first_order`,
+    `(N,)`.
 
-    A batch may straddle two passes; it never holds a prompt twice. `prompt_ids`, shape `(N,)`, are the distinct ids of the
-    training set; prompts that the state knows from other data are no part of a pass. The first pass has the order of TRL's
-    sampler, `first_order`, shape `(N,)`.
-
-    With a `window` above 1, the best of so many batches of the pass come first, and the others wait until its end: those whose groups are
-    the likeliest to be alive, by draws of what is believed of them. Once all have been among them and only dead ones are left, a share of
-    these ends the pass.
+    With a `window` above 1, the best of so many batches come first, and the others wait until the end of the pass:
+    those whose groups are the likeliest to be alive, by draws of what is believed of them. Once all have been among
+    them and only dead ones are left, a share of these ends the pass.
     """
 
     def __init__(
@@ -238,10 +237,9 @@ class GrowingStream(PromptStream):
 
 class StreamedRows(IterableDataset):
     """
-    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads all of them, and accelerate gives
-    it its part of each batch; a stream of `datasets` it would share out by shards, which tears groups.
-
-    The place in the stream is the pass and how many of its rows batches have `taken`, which are read again to get there.
+    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads all of
+    them, and accelerate gives it its part of each batch; it would share a stream of `datasets` by shards, which tears
+    groups. A resume reads again the rows of the pass that batches have `taken`.
     """
 
     def __init__(self, rows: Any, group_size: int, num_groups: int = 1, repeats: int = 1):

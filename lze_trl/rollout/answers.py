@@ -16,11 +16,9 @@ SURPLUS = "surplus"
 
 class Answers:
     """
-    The one place that decides which completions are truncated: by what the engine reports, or else by whether the last token is one of
-    `ends`. TRL passes on tokens alone, so a completion is recognised by the tokens of its prompt and its own.
-
-    The token `pad` stands for a completion of no tokens, which TRL does not expect; the loss does not cover it. If an engine reports
-    nothing and completions may stop at a text, completions of fewer than `limit` tokens are not truncated.
+    The one place that decides which completions are truncated: by what the engine reports, or else by whether the last
+    token is one of `ends`; below `limit` tokens none is. A completion is recognised by the tokens of its prompt and its
+    own. The token `pad` stands for a completion of no tokens, which TRL does not expect; the loss does not cover it.
     """
 
     def __init__(self, ends: Sequence[int], pad: int, limit: int = 0):

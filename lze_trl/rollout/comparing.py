@@ -17,11 +17,10 @@ _TOLERANCE = 1e-3  # of the range of scores: batches of another size round diffe
 
 class Comparing:
     """
-    Knows which of the `reward_funcs` compare completions with each other, and checks functions that may.
-
-    The attribute `compares_completions` of a function is believed. Reward models, environments, and functions of this package and of TRL
-    score each completion by itself. Any other is called again with single completions of a round that has parts of groups, until it
-    has twice returned the same scores and these differed: the score of a lone completion cannot differ by a comparison.
+    Knows which of the `reward_funcs` compare completions with each other. The attribute `compares_completions` of a
+    function is believed; models, environments, and functions of this package and of TRL do not. Any other is called
+    again with single completions, until it has twice returned the same scores and these differed: a lone one's cannot
+    differ by a comparison.
     """
 
     def __init__(self, reward_funcs: Sequence[Any]):
