@@ -23,8 +23,5 @@ def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
 
 
 def hashes_of(flat: torch.Tensor) -> list[torch.Tensor]:
-    """
-    Hash a one-dimensional tensor: two numbers, or none if it is empty. An XOR of all elements misses the same change of an even number of
-    them, so the first element is hashed by itself as well.
-    """
+    """Hash a flat tensor by all elements, whose XOR may miss a change of several, and by the first; none if empty."""
     return [torch.hash_tensor(part) for part in (flat, flat[:1]) if len(part)]

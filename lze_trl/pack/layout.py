@@ -72,10 +72,7 @@ class Layout:
         return [batch for batch in self.micro_steps if batch is not None]
 
     def rows_of(self, process: int) -> np.ndarray:
-        """
-        Return the chosen rows that a process computes, ascending, fillers included: every process has as many, so that
-        all of them also make the same number of forward passes for log-probabilities.
-        """
+        """Return the chosen rows that a process computes, ascending, with fillers: as many on every process."""
         rows = [batch.rows[process] for batch in self.micro_batches]
         return np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
 

@@ -50,10 +50,7 @@ def weights_of_chosen(
 def weights_of_part(
     weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
 ) -> Weights:
-    """
-    Return the weights in a batch of which only a part was rolled out, and that is normalised as the full one:
-    `full_rows` rows with `mean_loss_tokens` each. The chosen rows are spread evenly, and at random, over the chunks.
-    """
+    """Return the weights in a batch normalised as a full one, of `full_rows` rows with `mean_loss_tokens` each."""
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
     return Weights(
         chunk=_random_chunks(count, geometry, rng),

@@ -65,8 +65,7 @@ def _mark(func: Any) -> bool | None:
     mark = getattr(func, "compares_completions", None)
     while isinstance(func, functools.partial):
         func = func.func
-    if mark is None:
-        mark = getattr(func, "compares_completions", None)
+    mark = getattr(func, "compares_completions", None) if mark is None else mark
     of_library = f"{func.__module__}.".startswith(("lze_trl.rewards.", "trl.")) and not hasattr(func, "__wrapped__")
     if mark is None and (of_library or isinstance(func, (nn.Module, GroupReward))):
         return False

@@ -45,10 +45,7 @@ class StoppedGroups:
         self._seen = np.zeros(2)  # decayed: weights of the live ones, and of all
 
     def live(self, alive: np.ndarray, completion_probability: np.ndarray) -> np.ndarray:
-        """
-        Enter groups that were begun, and return how many live ones each stands for, between 0 and 1: `alive` itself where a group was
-        certain to be completed; NaN where none has been completed by chance yet. All of shape `(P,)`; the probability is 0 for stopped groups.
-        """
+        """Enter groups that were begun; return how many live ones each stands for, 0 to 1, `(P,)`, NaN if unknown."""
         unsure = completion_probability < 1.0
         by_chance = unsure & (completion_probability > 0.0)
         represents = 1.0 / completion_probability[by_chance]

@@ -107,7 +107,7 @@ class Rounds:
     comparing: Comparing
 
     def __post_init__(self):
-        self._warned: set[str] = set()
+        self._has_warned = False
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     # ---- Begin ----
@@ -160,7 +160,7 @@ class Rounds:
             return
         reason = engine.why_rounds_are_synchronous
         if reason is not None:
-            self._warn_once("rounds", "Groups wait for the slowest completion of each round: %s.", reason)
+            self._warn_once("Groups wait for the slowest completion of each round: %s.", reason)
         elif engine.over_http:
             pending.ahead = LookAhead(self, pending, drawn, engine)
 
@@ -264,10 +264,7 @@ class Rounds:
     def score(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()
     ) -> dict[str, np.ndarray]:
-        """
-        Return the row columns that follow from rewards of shape `(B, F)`: `rewards` (totals), `signals` and `scores`, each of shape
-        `(B,)`. Each group has `group_size` completions if rewards are normalised within it. `of_groups` are the columns of group rewards.
-        """
+        """Return `rewards` (totals), `signals` and `scores`, `(B,)` each, by rewards `(B, F)` of groups of one size."""
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)
         compared = signals(rewards_per_func, weights, self.args.multi_objective_aggregation, group_size)
@@ -388,16 +385,15 @@ class Rounds:
 
     # ---- Warnings ----
 
-    def _warn_once(self, what: str, message: str, *args: Any):
-        """Warn of something the first time."""
-        if what not in self._warned:
-            self._warned.add(what)
+    def _warn_once(self, message: str, *args: Any):
+        """Warn, the first time, that groups wait for each other."""
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(message, *args)
 
     def cannot_look_ahead(self, error: Exception):
         """Warn once that a reward function has failed while the round was under way, and say what to do."""
         self._warn_once(
-            "rounds",
             "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
             "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
             "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
