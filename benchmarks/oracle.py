@@ -26,7 +26,10 @@ class Oracle(RolloutController):
 
     def __init__(self, group_size: int, share: float, rows: Sequence[dict[str, str]], max_completion_length: int):
         self.group_size, self.share, self.length = group_size, share, max_completion_length
-        self._rows = {prompt_id(row["prompt"], row["solution"]): row for row in rows}
+        self._rows = {}
+        for row in rows:
+            others = {name: value for name, value in row.items() if name not in ("prompt", "solution")}
+            self._rows[prompt_id(row["prompt"], row["solution"], others)] = row
         self._policy: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
 
     def watch(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
