@@ -71,13 +71,8 @@ class Prompts(Table):
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
-        defaults = {
-            "alive_given_first": np.nan,
-            "alive_needed": 0.0,
-            "random_draw": 1.0,
-            "start_probability": 1.0,
-            "joined": 0,
-        }
+        defaults = {"alive_given_first": np.nan, "alive_needed": 0.0, "joined": 0}
+        defaults |= {"random_draw": 1.0, "start_probability": 1.0}
         filled = {name: np.full(len(prompt_ids), value) for name, value in defaults.items()}
         super().__init__(prompt_ids=prompt_ids, **(filled | columns))
 

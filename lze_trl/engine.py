@@ -43,14 +43,8 @@ from .select.advantages import group_advantages, normalised_over_tokens, zero_st
 
 
 TENSOR_SOURCES = (
-    "prompt",
-    "prompt_ids",
-    "completion_ids",
-    "logprobs",
-    "loss_mask",
-    "images",
-    "tool_images",
-    "environment",
+    *("prompt", "prompt_ids", "completion_ids", "logprobs", "loss_mask"),
+    *("images", "tool_images", "environment"),
 )
 """Held columns from which TRL makes its tensors."""
 
@@ -605,12 +599,8 @@ class TRLAdapter:
             return {}
         for row, name in zip(inputs, held.get("environment", ()), strict=False):
             row["environment"] = name
-        pool: dict[Any, list] = defaultdict(list)
-        return {
-            "environment_factories": dict.fromkeys(factories, _EpisodeOver),
-            "_environment_pool": pool,
-            "environments": None,
-        }
+        own = {"environment_factories": dict.fromkeys(factories, _EpisodeOver), "environments": None}
+        return own | {"_environment_pool": defaultdict(list)}
 
     def _masks_truncated(self, truncated: np.ndarray, completion_ids: list[list[int]]) -> bool:
         """Tell whether truncated completions are to be masked, and TRL would mask others: it goes by the last token."""
@@ -857,16 +847,9 @@ def _as_generated(held: dict[str, Any]) -> Generated:
         if (column := columns[name]) is not None:
             pairs = zip(column, completion_ids, strict=True)
             columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
-    return Generated(
-        held["prompt_ids"],
-        completion_ids,
-        columns["loss_mask"],
-        [None] * count,
-        columns["logprobs"],
-        {},
-        columns["images"],
-        [images or [] for images in columns["tool_images"] or [[]] * count],
-    )
+    tool_images = [images or [] for images in columns["tool_images"] or [[]] * count]
+    sampled = columns["loss_mask"], [None] * count, columns["logprobs"]
+    return Generated(held["prompt_ids"], completion_ids, *sampled, {}, columns["images"], tool_images)
 
 
 def _new_log_table(size: int) -> dict[str, Any]:

@@ -280,10 +280,8 @@ class BatchPipeline:
             if not normalize_over_all:
                 return chosen_weights
             factor = full_rows / drawn.num_rows
-            norms = {
-                name: getattr(chosen_weights, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")
-            }
-            return chosen_weights.with_columns(**norms)
+            names = ("norm_rows", "norm_tokens", "num_items")
+            return chosen_weights.with_columns(**{name: getattr(chosen_weights, name) * factor for name in names})
         if normalize_over_all:
             return weights_of_part(weights, full_rows, drawn.facts["mean_tokens"], geometry, self._rng("steps"))
         return weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
@@ -338,17 +336,8 @@ class BatchPipeline:
             values = {f"by.{name}": v[: drawn.num_groups] for name, v in drawn.facts.get("values", {}).items()}
             prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned, **values)
             rows, means = row_columns(drawn), drawn.facts["means"]
-        self.recorder.record(
-            prompts,
-            rows,
-            drawn,
-            self.batch_index,
-            step=engine.optimizer_step,
-            max_steps=engine.max_steps,
-            pass_index=plan.pass_index,
-            skipped=len(plan.skipped),
-            means=means,
-        )
+        place = {"step": engine.optimizer_step, "max_steps": engine.max_steps, "pass_index": plan.pass_index}
+        self.recorder.record(prompts, rows, drawn, self.batch_index, **place, skipped=len(plan.skipped), means=means)
         self.recorder.advise(self.advice.lines())
 
     # ---- Checkpoints ----

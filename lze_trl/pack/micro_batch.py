@@ -68,9 +68,8 @@ def micro_batch(
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return a row of weight 0, for an empty micro-step that synchronises the gradients of earlier ones."""
     others = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor) or value.ndim == 0}
-    row = others | unsplit_pixel_values_by_grid(
-        rows_of(split_pixel_values_by_grid(inputs), np.zeros(1, dtype=np.int64))
-    )
+    first = rows_of(split_pixel_values_by_grid(inputs), np.zeros(1, dtype=np.int64))
+    row = others | unsplit_pixel_values_by_grid(first)
     row["completion_mask"].zero_()
     row["advantages"].zero_()
     return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_rows": 0, "lze_row_share": 0.0}

@@ -158,11 +158,8 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the pass, the prompts left of it, and the planner's state."""
-        own = {
-            "pass_index": np.array([self.pass_index], dtype=np.int64),
-            "left_out": self.left_out.copy(),
-            "queue": self.prompt_ids[self._queue],
-        }
+        own = {"pass_index": np.array([self.pass_index], dtype=np.int64), "left_out": self.left_out.copy()}
+        own["queue"] = self.prompt_ids[self._queue]
         if self.window > 1:
             own |= {"choices": np.array([self._choices]), "ranked": self._ranked.copy()}
         return own | {f"planner.{name}": array for name, array in self.planner.state_dict().items()}

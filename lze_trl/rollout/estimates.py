@@ -64,21 +64,15 @@ class StoppedGroups:
 @dataclass(frozen=True)
 class UniformSample:
     """
-    The completions of the first round, which were drawn before anything was known of the others; each prompt counts once. A prompt
-    without completions counts with what is remembered of it.
-
-    Attributes:
-        row_weights (float64, `(B,)`): Weight of each completion of the batch.
-        remembered (float64, `(n,)`): Remembered mean score of each prompt without completions; NaN if it has none.
-        live (float64, `(P + n,)`): How many live groups each prompt stands for, between 0 and 1: first prompts with completions, see
-            [`StoppedGroups`], then the others, by the forecast that their group is live. NaN where too little was drawn to estimate it.
-        planned (bool, `(P + n,)`): Whether each prompt was in the first round: how many join later depends on what was drawn.
+    The completions of the first round, which were drawn before anything was known of the others; each prompt counts
+    once. A prompt without completions counts with what is remembered of it.
     """
 
-    row_weights: np.ndarray
-    remembered: np.ndarray
+    row_weights: np.ndarray  # (B,): weight of each completion of the batch
+    remembered: np.ndarray  # (n,): mean score of each prompt without completions; NaN if it has none
+    # (P + n,): live groups, between 0 and 1, that each prompt stands for, first those with completions; NaN if unknown
     live: np.ndarray
-    planned: np.ndarray
+    planned: np.ndarray  # (P + n,), bool: in the first round, since how many join later depends on what was drawn
 
     def part(self, group: np.ndarray, chosen: np.ndarray) -> "UniformSample":
         """Return the sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""

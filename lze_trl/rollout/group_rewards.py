@@ -61,17 +61,20 @@ def reader(
         notes(read(reward, columns | given))
         return [0.0] * len(completions)
 
-    placeholder.__name__ = get_callable_name(reward)
+    placeholder.__name__ = _name(reward)
     return placeholder
+
+
+def _name(reward: Any) -> str:
+    return get_callable_name(reward)
 
 
 def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
     """Call `reward.read`. A `ValueError` unless it returns one reading for each completion."""
     readings, count = list(reward.read(**columns)), len(columns["completions"])
     if len(readings) != count:
-        name = get_callable_name(reward)
         raise ValueError(
-            f"`{name}.read` returned {len(readings)} readings for {count} completions. Return a list with "
+            f"`{_name(reward)}.read` returned {len(readings)} readings for {count} completions. Return a list with "
             "one for each."
         )
     return readings
@@ -104,8 +107,7 @@ def score_groups(
         for g, result in results.items():
             columns[column][rows[g]] = np.array(result.rewards, dtype=np.float64)  # `None` becomes NaN
         logged = _mean_metrics(list(results.values()))
-        prefix = get_callable_name(reward).removesuffix("_reward")
-        metrics |= {f"{prefix}/{name}": value for name, value in logged.items()}
+        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": value for name, value in logged.items()}
     return columns, metrics
 
 
@@ -118,7 +120,7 @@ def _mean_metrics(results: list[GroupResult]) -> dict[str, float]:
 
 def _scored_group(reward: GroupReward, readings: list[Any], final: bool) -> GroupResult:
     """Call `reward.score_group`. A `ValueError` unless it returns a finite number or `None` for each reading."""
-    result, name = reward.score_group(readings, final=final), get_callable_name(reward)
+    result, name = reward.score_group(readings, final=final), _name(reward)
     if len(result.rewards) != len(readings):
         raise ValueError(
             f"`{name}.score_group` returned {len(result.rewards)} rewards for a group of {len(readings)} completions. Return one for "

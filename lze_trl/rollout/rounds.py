@@ -309,9 +309,8 @@ class Rounds:
             batch.held = {name: values for name, values in batch.held.items() if not name.startswith(READINGS)}
         elif not self.controller.draws_prompts:
             of_groups, _ = score_all(final=False)
-            batch = batch.with_rows(
-                signals=_signals_so_far(with_columns(per_func, of_groups), weights, list(of_groups))
-            )
+            so_far = _signals_so_far(with_columns(per_func, of_groups), weights, list(of_groups))
+            batch = batch.with_rows(signals=so_far)
         return batch
 
     def _outcomes(self, scores: np.ndarray, final: bool) -> np.ndarray:
