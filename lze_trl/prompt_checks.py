@@ -65,7 +65,7 @@ def text_of(prompt: Any) -> str:
 
 
 def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list[int]]:
-    """Return a counter of the tokens of prompts, as TRL makes them, without images; `template` is for the template."""
+    """Return a counter of the tokens of prompts, without images; `template` goes to `apply_chat_template`."""
     tokenizer = getattr(processor, "tokenizer", processor)
 
     def count(prompts: list[Any]) -> list[int]:

@@ -21,7 +21,7 @@ _PATH = re.compile(r"(?<![^\s'\"=,(\[:])(?:file://)?(?:/(?!/)|~[\w.-]*/|\.\./|[A
 
 
 def redacted(value: Any, mark: str | None = HIDDEN, name: str = "") -> Any:
-    """Remove secrets at any depth of a setting called `name`: texts named as a token or password, and logins."""
+    """Remove secrets at any depth of a setting: texts named token, key, password or so, and logins in addresses."""
     return _changed(value, name, lambda text, n: mark if text and _SECRET_NAME.search(n) else without_secrets(text))
 
 

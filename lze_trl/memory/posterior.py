@@ -11,7 +11,7 @@ def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
 def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
-    """Return (e·n + p·k) / (n + k): of k = `scored` ≥ 1 new completions and n = min(rollouts, memory) earlier ones."""
+    """Return the mean outcome (e·n + p·k) / (n + k) of n = min(rollouts, memory) earlier and k = `scored` new ones."""
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
 

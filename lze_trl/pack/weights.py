@@ -50,7 +50,7 @@ def weights_of_chosen(
 def weights_of_part(
     weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
 ) -> Weights:
-    """Return the weights in a batch normalised as a full one, of `full_rows` rows with `mean_loss_tokens` each."""
+    """Return the weights in a part of a batch that is normalised as full: `full_rows` rows of `mean_loss_tokens`."""
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
     return Weights(
         chunk=_random_chunks(count, geometry, rng),

@@ -83,7 +83,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
 
 
 def read_groups(folder: Path) -> list[dict[str, Any]]:
-    """Read groups in the order of the data, without texts, each with the `place` of its line; a cut-off one is left."""
+    """Read groups in the order of the data, each with the `place` of its line; cut-off lines do not count."""
     groups, place = {}, 0
     if (path := folder / GROUPS).is_file():
         with open(path, "rb") as lines:

@@ -11,7 +11,7 @@ def anchor(first_pass_rates: np.ndarray, difficulty_floor: float = 0.05) -> np.n
 
 
 def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """Return u, 4 · variance of the outcomes of each group, `(P,)`: 4·p·(1 − p) for passes; exactly 0 if all equal."""
+    """Return the outcome uncertainty u, 4 · variance of each group's outcomes, `(P,)`; exactly 0 if all are equal."""
     uncertainty = 4.0 * group_variance(outcomes, group, num_groups)
     return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
 
