@@ -178,10 +178,11 @@ class BatchPipeline:
 
     def finish(self, pending: Pending, engine: TRLAdapter) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
-        timed, plan = self.ledger.timed, pending.plan
-        num_groups_wanted = quota(self.args.selection_ratio, max(1, plan.num_prompts))
+        timed = self.ledger.timed
+        num_groups_wanted = quota(self.args.selection_ratio, max(1, pending.plan.num_prompts))
         with timed("rollout"):
             drawn = self.rounds.finish(pending, engine, num_groups_wanted)
+        plan = pending.plan  # with the prompts that later rounds added
         self.ledger.visits_skipped += len(plan.skipped)
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         weight_change, in_bfloat16 = engine.weights_changed()
@@ -307,7 +308,7 @@ class BatchPipeline:
         metrics |= self.state.foresight.metrics() | self.state.threshold.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.state.unseen is not None:
-            planned = len(plan.rows) or plan.num_prompts  # and the prompts that were added in later rounds
+            planned = len(plan.rows) or plan.num_prompts
             metrics |= self.state.unseen.metrics() | {"not_begun_share": 1.0 - len(groups) / planned}
         if self.prompt_writer is not None:
             metrics |= self.prompt_writer.metrics()

@@ -91,13 +91,13 @@ def test_an_adapter_alone_trains_as_merged_weights_do(serve, tmp_path, overlap, 
 
 def adapter_alone(directory, url, size):
     """Train an adapter with a server, as one process of a run."""
-    nodes_run.main(directory, url, 4, **adapter_settings(directory, size))
+    nodes_run.main(directory, url, 3, **adapter_settings(directory, size))
 
 
 def adapter_settings(directory, size) -> dict:
     servers = {"sync": "adapter", "sync_dir": str(directory / "sync")}
     settings = {"lora": LORA, "vllm_server_kwargs": servers, "strategy": "exact", "generation_batch_size": 24}
-    return settings | {"per_device_train_batch_size": size}
+    return settings | {"per_device_train_batch_size": size, "save_strategy": "no"}
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_two_processes_send_the_adapter_that_one_sends(serve, tmp_path, way):
     if way == "ddp":
         on_processes(2, tmp_path / "log.txt", adapter_alone, directory, two.url, 12)
     else:
-        command = [*by_accelerate(tmp_path, on_two_cpus(way)), nodes_run.__file__, directory, two.url, "4"]
+        command = [*by_accelerate(tmp_path, on_two_cpus(way)), nodes_run.__file__, directory, two.url, "3"]
         settings = json.dumps(adapter_settings(directory, 12))
         run_to_end([*command, settings], env={"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)})
     assert gap(single / "weights.pt", directory / "weights.pt") < 1e-5

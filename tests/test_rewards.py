@@ -1,5 +1,6 @@
 """Reward functions: what cannot be scored is `None`, what takes long is interrupted, and rewards have names."""
 
+import gc
 import logging
 import signal
 import time
@@ -159,6 +160,13 @@ def test_a_limit_is_not_passed_by_whoever_catches_the_interruption():
     assert len(caught) == 3
     with pytest.raises(GradingTimeout):  # nor by arithmetic, which is one instruction
         timeouts.run_with_timeout(lambda: 9 ** (9**9), seconds=0.1)
+
+
+def test_collecting_the_garbage_of_a_training_takes_no_time_of_an_answer():
+    assert not timeouts.run_with_timeout(gc.isenabled)
+    with pytest.raises(ZeroDivisionError):
+        timeouts.run_with_timeout(lambda: 1 / 0)
+    assert gc.isenabled()
 
 
 def in_another_thread(function, *args):

@@ -1,6 +1,7 @@
 """What a run needs, from its model's configuration alone: memory of a GPU and FLOPs. No weights are loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from ..prompt_checks import token_counter
 from ..record.ledger import token_cost
 
 
-UNKNOWN = (OSError, ValueError, AttributeError, RuntimeError, TypeError)
-"""Errors of the Hub, and of a model's own code."""
+UNKNOWN = (OSError, ValueError, RuntimeError)
+"""Errors of the Hub, of a configuration, and of a model's own code."""
 
 _GIB = 2**30
 _SHOWN_PROMPTS = 256  # that are tokenized for the longest one
@@ -84,7 +85,7 @@ def micro_batch_bytes(config: PreTrainedConfig, rows: int, tokens: int, completi
             return tensor
 
         ids = torch.zeros(rows, tokens, dtype=torch.long)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _own_code_of_model():
             logits = model(
                 ids, attention_mask=torch.ones_like(ids), logits_to_keep=completion + 1, use_cache=False
             ).logits
@@ -99,6 +100,16 @@ def micro_batch_bytes(config: PreTrainedConfig, rows: int, tokens: int, completi
 def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the model of a configuration, as TRL chooses its class, on the device of the context."""
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is None:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return architecture._from_config(config, dtype=dtype)
+    with _own_code_of_model():
+        if architecture is None:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return architecture._from_config(config, dtype=dtype)
+
+
+@contextmanager
+def _own_code_of_model() -> Iterator[None]:
+    """Raise a `ValueError` where the code of a model does not fit its configuration, or our call."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise ValueError(str(error)) from error

@@ -41,7 +41,7 @@ READINGS = "readings."
 
 WHOLE_GROUPS = (
     "If it compares completions, set `compares_completions = True` on it and draw whole groups, as `strategy='exact'` and `'dapo'` do, and "
-    "a profile without `adaptive`. If the score of a completion depends on that completion alone, and perhaps on chance, set "
+    "a profile does. If the score of a completion depends on that completion alone, and perhaps on chance, set "
     "`compares_completions = False`."
 )
 
