@@ -1,7 +1,9 @@
 """What pages say: numbers stand in kept tables, terms are linked, commands and flags exist, links lead somewhere."""
 
 import argparse
+import json
 import re
+import statistics
 from dataclasses import fields
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from test_docs_blocks import PAGES, ROOT
 
 
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+BELOW = ("0.0 (below 0.05 in every seed)", "+0.0 (−0.0 to +0.0)")  # in words, and as the kept tables write it
+BASELINE = re.compile(r"\]\((\S+tables\.md)\), (\d+) steps[^:|]*: (0\.\d+) → (0\.\d+)")
 TITLES = {name: MEASURED[name].title.split(",")[0].split(":")[0] for name in STRATEGIES} | {"gate": "gate"}
 
 
@@ -43,20 +47,43 @@ def numbers(text: str) -> list[str]:
 # ---- Numbers ----
 
 
+def kept(page: str, link: str) -> Path:
+    return PAGES[page].parent / link
+
+
 @pytest.mark.parametrize(("page", "least"), [("README.md", 8), ("docs/results.md", 10), ("docs/choose.md", 6)])
 def test_numbers_of_a_row_stand_together_in_the_kept_table_that_the_row_links(page, least):
     checked = 0
     for row in rows(page):
         linked = LINK.search(" ".join(row))
-        if linked is None or not linked[2].endswith("tables.md"):
+        named = {name for name in re.findall(r"`(?:strategy: )?(\w+)", row[1]) if name in STRATEGIES}
+        if linked is None or not linked[2].endswith("tables.md") or not named:
             continue
-        kept = (PAGES[page].parent / linked[2]).read_text(encoding="utf-8").splitlines()
-        shown = {number for cell in row[2:] for number in numbers(LINK.sub("", cell))}
-        (strategy,) = {name for name in re.findall(r"`(?:strategy: )?(\w+)", row[1]) if name in STRATEGIES}
+        lines = kept(page, linked[2]).read_text(encoding="utf-8").splitlines()
+        cells = [LINK.sub("", cell).replace(*BELOW) for cell in row[2:]]
+        shown = {number for cell in cells for number in numbers(cell)}
+        (strategy,) = named
         title = TITLES[strategy].lower()
-        assert any(shown <= set(numbers(line)) and title in line.lower() for line in kept), row
+        assert any(shown <= set(numbers(line)) and title in line.lower() for line in lines), row
         checked += 1
     assert checked >= least
+
+
+@pytest.mark.parametrize(("page", "least"), [("README.md", 5), ("docs/results.md", 5)])
+def test_accuracies_of_plain_grpo_before_and_after_are_those_of_the_kept_runs(page, least):
+    shown = {
+        (kept(page, link), int(steps), before, after)
+        for line in prose(page).splitlines()
+        for link, steps, before, after in BASELINE.findall(line)
+    }
+    for path, steps, before, after in shown:
+        runs = [json.loads(line) for line in path.with_name("results.jsonl").read_text(encoding="utf-8").splitlines()]
+        plain = [run for run in runs if run["settings"]["strategy"] == "grpo" and run["settings"]["steps"] == steps]
+        first = [run["curve"][0]["accuracy"]["held_out"]["mean"] for run in plain if run["settings"]["seed"] < 100]
+        assert f"{statistics.mean(first):.3f}" == before
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert any({str(steps), after} <= set(numbers(line)) and "| GRPO (TRL) |" in line for line in lines), path
+    assert len(shown) >= least
 
 
 def test_every_strategy_of_choose_has_been_measured():
