@@ -114,8 +114,6 @@ class ServerPool:
         self.tell: Callable[[str], None] = lambda words: None
         self._last_healthy = 0.0  # in monotonic seconds: when a server was last known not to have failed
 
-    # ---- Start and sync ----
-
     def connect(self, timeout: float, trains: bool = False):
         """
         Wait until every server is up, and with `trains` check that it can be trained with. Raises a `ConnectionError` if one is not
@@ -235,8 +233,6 @@ class ServerPool:
             return math.inf
         return self._last_healthy + self.recovery_timeout - now
 
-    # ---- Requests ----
-
     def start(self) -> RequestLoop:
         """Start a loop in which the servers work on requests."""
         self._mark_unready()
@@ -260,7 +256,6 @@ class ServerPool:
                     return
 
     async def _serve(self, jobs: "asyncio.Queue[Job]"):
-        """Run all workers until one fails, or until cancelled."""
         try:
             async with open_client() as http, asyncio.TaskGroup() as tasks:
                 for server in self.servers:
@@ -319,7 +314,6 @@ class ServerPool:
 
 
 def _pause(attempt: int) -> float:
-    """Return the seconds to wait before another attempt, counted from 1."""
     return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 10), _MAX_PAUSE)
 
 
