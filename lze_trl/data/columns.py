@@ -88,9 +88,8 @@ class Columns:
         if not plain or not plain[-1]["content"].strip():
             return []
         question = plain[-1]["content"]
-        before = [
-            text for name in self.contexts if (text := str(value_at(row, name) or "").strip()) and text not in question
-        ]
+        contexts = [str(value_at(row, name) or "").strip() for name in self.contexts]
+        before = [text for text in contexts if text and text not in question]
         lettered = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, self._options(row)[1], strict=False)]
         whole = "\n".join(["\n\n".join([*before, question]), *lettered])
         return [*plain[:-1], {**plain[-1], "content": whole}]

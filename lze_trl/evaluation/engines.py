@@ -107,9 +107,7 @@ class TransformersEngine:
         if isinstance(problem.prompt, str):
             return self.tokenizer(problem.prompt)["input_ids"]
         if self.tokenizer.chat_template is None:
-            raise EvaluationError(
-                f"The tokenizer of {self.name!r} has no chat template. Use `--no_chat` for plain prompts."
-            )
+            raise EvaluationError(f"{self.name!r} has no chat template. Use `--no_chat` for plain prompts.")
         encoded: Any = self.tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
 

@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None):
         except ModuleNotFoundError as error:
             if namespace.command not in (_app, _report):
                 raise
-            raise RecipeError(
-                f"This command needs `{error.name}`. Install it with `pip install 'lze-trl[app]'`."
-            ) from error
+            raise RecipeError(f"This command needs `{error.name}`: pip install 'lze-trl[app]'") from error
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -222,9 +222,7 @@ class VLLMServer:
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         truncated = _check_reason(choice) == "length"
         if not 0 < len(token_ids) == len(logprobs) <= most_tokens:
-            raise ValueError(
-                f"{len(token_ids)} tokens and {len(logprobs)} log-probs, where {most_tokens} is the limit"
-            )
+            raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs; the limit is {most_tokens}")
         self._refuse_nan(logprobs)
         known = all(type(token_id) is int and token_id >= 0 for token_id in token_ids)
         if not known or not all(_MIN_LOGPROB <= logprob <= _MAX_LOGPROB for logprob in logprobs):  # nor NaN
