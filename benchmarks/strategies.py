@@ -46,6 +46,13 @@ STRATEGIES: dict[str, Strategy] = {
     "all": Strategy("all groups", _selecting("all", selection_ratio=1.0)),
     # The default of the package
     "exact": Strategy("exact: live groups, loss over all rows", _selecting("zero_variance", loss_normalizer="all")),
+    # Its updates are plain TRL's, so these show for less what plain TRL does with fewer prompts a step
+    "exact_quarter": Strategy(
+        "exact, 1/4 of the prompts", _selecting("zero_variance", loss_normalizer="all", prompts=0.25)
+    ),
+    "exact_half": Strategy(
+        "exact, half the prompts", _selecting("zero_variance", loss_normalizer="all", prompts=0.5)
+    ),
     # The same completions, of twice as many prompts
     "exact_g4": Strategy("exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)),
     "gate_g4": Strategy(

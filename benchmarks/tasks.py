@@ -87,15 +87,15 @@ TASKS: dict[str, Task] = {
         title="GSM8K calculator expressions",
         training={
             **SHARED,
-            "generation_batch_size": 512,
+            "generation_batch_size": 256,
             "per_device_train_batch_size": 64,  # what plain TRL is fastest with on one core, of 32, 64, 128 and 512
-            "gradient_accumulation_steps": 8,
+            "gradient_accumulation_steps": 4,
             "max_completion_length": 8,
         },
-        learning_rate=5e-5,
-        steps=200,
+        learning_rate=2.5e-5,
+        steps=120,
         quick_steps=50,
-        eval_every=5,
+        eval_every=10,
     ),
 }
 
@@ -144,7 +144,7 @@ def _of_skills(title: str, max_completion_length: int, rows: int = 256, **fields
 
 
 TASKS |= {
-    "words": _of_skills("Words to numbers", 10),
+    "words": _of_skills("Words to numbers", 10, rows=64, eval_every=4),
     # Nine passes over them, where pruning has something to leave out
     "few_words": _of_skills("Words to numbers, 32 prompts", 10, rows=64, steps=36, eval_every=4, train_limit=32),
     "skills": _of_skills("Five skills", 26),

@@ -71,13 +71,8 @@ class Prompts(Table):
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
-        defaults = {
-            "alive_given_first": np.nan,
-            "alive_needed": 0.0,
-            "random_draw": 1.0,
-            "start_probability": 1.0,
-            "joined": 0,
-        }
+        defaults = {"alive_given_first": np.nan, "alive_needed": 0.0, "joined": 0}
+        defaults |= {"random_draw": 1.0, "start_probability": 1.0}
         filled = {name: np.full(len(prompt_ids), value) for name, value in defaults.items()}
         super().__init__(prompt_ids=prompt_ids, **(filled | columns))
 
@@ -181,10 +176,7 @@ class Batch:
 
     @property
     def represented_rows(self) -> np.ndarray:
-        """
-        Rows of the full batch that each row stands for, shape `(B,)`, if every group had as many as the largest. 1 where groups are
-        of one size and none was left out by chance.
-        """
+        """Rows of a full batch that each row stands for, `(B,)`, if every group had as many as the largest."""
         sizes = self.sizes
         weights = self.prompts.weights if "weights" in self.prompts else np.ones(len(sizes))
         return weights[self.group] * sizes.max(initial=0) / sizes[self.group]
@@ -237,10 +229,7 @@ class Batch:
     def gathered_on_main(
         self, rows: np.ndarray, value: Callable[[int], Any], accelerator: "Accelerator"
     ) -> dict[int, Any]:
-        """
-        Gather values of some rows on the main process. `value` makes the value of a row from its place on the process that holds it.
-        Returns the values by row, in the order of `rows`; on other processes nothing.
-        """
+        """Gather values of some rows, made from their places where they are held, on the main process, by row."""
         mine = rows[self.owner[rows] == accelerator.process_index]
         values = {int(row): value(int(self.place[row])) for row in mine}
         gathered: list[Any] | None = [values]
@@ -255,10 +244,7 @@ class Batch:
         return {row: found[row] for row in rows.tolist()}
 
     def moved(self, layout: Any, accelerator: "Accelerator") -> "Batch":
-        """
-        Move every row to the processes that compute it by a layout: `held` then has the rows `layout.rows_of(process_index)`, in that order,
-        whatever its columns are. The held column `row` names these rows.
-        """
+        """Move rows to the processes that compute them: `held` has `layout.rows_of(rank)`, and names them in `row`."""
         rank, world = accelerator.process_index, accelerator.num_processes
         wanted = layout.rows_of(rank)
         owner, place = self.owner.tolist(), self.place.tolist()
@@ -311,11 +297,8 @@ class Batch:
 
 
 def differ(values: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """
-    Tell whether the values of each group differ, shape `(P,)`, bool; NaN is left out.
-
-    Equal values are found by comparison: a variance that is a sum of rounding errors is not zero.
-    """
+    """Tell whether the values of each group differ, shape `(P,)`, bool; NaN is left out."""
+    # Compared, because the variance of equal values may be a sum of rounding errors
     lowest, highest = extremes(values, group, num_groups)
     return highest > lowest
 

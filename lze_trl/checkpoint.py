@@ -64,13 +64,7 @@ def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str
 
 
 def load(directory: str | Path, name: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """
-    Read the state of each part and the description that [`save`] has written.
-
-    Raises:
-        FileNotFoundError: If one of the files does not exist.
-        CheckpointError: If a file is damaged, was written by something else, or by another version.
-    """
+    """Read the state of each part, and the description; a [`CheckpointError`] if a file is damaged or not ours."""
     meta, arrays = _head(directory, name), Path(directory, f"{name}.{ARRAYS}")
     data = arrays.read_bytes()
     tensors = _parsed(arrays, data, safetensors.numpy.load)
@@ -170,10 +164,7 @@ def last_complete_checkpoint(run_dir: str | Path, tell: Callable[[str], None] | 
 
 
 def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
-    """
-    Read the description of a checkpoint, or raise a [`CheckpointError`] if no run can resume from it: it is missing, none of
-    `LZEGRPOTrainer`, incomplete, or damaged.
-    """
+    """Read the description of a checkpoint; a [`CheckpointError`] if no run can resume from it."""
     directory = Path(directory)
     try:
         return _description(directory)
@@ -197,10 +188,7 @@ _FILES = {  # a checkpoint has one of each kind: whole or in shards, of LoRA, of
 
 
 def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
-    """
-    Raise a [`CheckpointError`] if a checkpoint of some processes lacks a file that a resume needs, or if one is cut off. `rows` names
-    the files with the rows of an unfinished generation batch.
-    """
+    """Raise a [`CheckpointError`] if a file that a resume needs, such as these `rows`, is missing or cut off."""
     ranks = [""] if num_processes == 1 else [f"_{rank}" for rank in range(num_processes)]
     wanted = _FILES | {f"random numbers (`rng_state{rank}.pth`)": (f"rng_state{rank}.pth",) for rank in ranks}
     wanted |= {f"rows (`{name}`)": (name,) for name in rows}
@@ -226,10 +214,7 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
 
 
 def refuse_other_run(directory: str, run: dict[str, Any]):
-    """
-    Refuse a checkpoint that a run cannot resume from, before anything is loaded: it is damaged, or was written with other settings.
-    `run` is the description of this run.
-    """
+    """Refuse a checkpoint that is damaged, or was written with other settings than those of this `run`."""
     meta = refuse_non_checkpoint(directory)
     of_batch = ("num_processes", *OF_ROWS) if meta["mid_batch"] else ()
     for name in ("pruning", "planner", "draws_prompts", *of_batch):
@@ -256,10 +241,7 @@ _SAID = re.compile(rf"inline_container|PytorchStreamWriter|iostream error|os err
 
 @contextmanager
 def disk_errors(path: str | Path | None, run_dir: str | Path, command: str) -> Iterator[None]:
-    """
-    Turn errors of a full or failing disk within the block into a [`DiskError`]. The block writes `path`, if that is known. For
-    `command`, see [`how_to_resume`].
-    """
+    """Turn errors of a full or failing disk within the block into a [`DiskError`]. It writes `path`, if known."""
     try:
         yield
     except DiskError:
@@ -278,10 +260,7 @@ def disk_errors(path: str | Path | None, run_dir: str | Path, command: str) -> I
 
 
 def refuse_lost_weights(model: torch.nn.Module, accelerator: Accelerator, step: int, run_dir: str | Path):
-    """
-    Raise `FloatingPointError` if a trained weight has become NaN or infinite, so that no good checkpoint is replaced by a bad one. All
-    processes must call it.
-    """
+    """Raise `FloatingPointError` if a trained weight is NaN or infinite. All processes must call it."""
     trained = [weight.detach() for weight in model.parameters() if weight.requires_grad]
     own = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in trained]  # FSDP2
     # A sum takes no memory, and is NaN or infinite if a weight is. ZeRO-3 has none here: DeepSpeed skips such an update itself

@@ -42,8 +42,7 @@ def prepare(
 ) -> tuple[Dataset | IterableDataset, RolloutController, dict[str, Any]]:
     """
     Refuse what cannot be trained. `given` holds the further arguments of the trainer, and `own_sampler` names a user's
-    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the values of the settings that depend on the
-    data.
+    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and `pruning` and `deduplicate`.
     """
     if not isinstance(args, LZEGRPOConfig):
         raise TypeError(
@@ -139,10 +138,7 @@ def _of_data(
     group_reward: str | None,
     sampler: str | None,
 ) -> Contradictions:
-    """
-    List what contradicts the data and the objects passed to the trainer. `planner` and `sampler` are the user's own, if any; `has_planner`
-    says that the settings or the user name a planner, and `group_reward` is the name of a reward of whole groups.
-    """
+    """List what contradicts the data and the objects passed; `planner` and `sampler` are the user's own, if any."""
     pruning, prunes, aggregation = args.pruning, args.pruning in ("refill", "skip"), args.multi_objective_aggregation
     streamed, readable = isinstance(dataset, IterableDataset), isinstance(dataset, Dataset)
     planner_name, controller_name = f"`{type(planner).__name__}`", f"`{type(controller).__name__}`"
@@ -229,10 +225,7 @@ def _refuse_unfit_object(name: str, kind: Any, value: Any):
 
 
 def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> Any:
-    """
-    Refuse rows without a prompt, which would fail in the tokenizer or train on nothing; rows of a stream are checked when they are read.
-    Rows for an environment or a `rollout_func`, among the `given` arguments of the trainer, may hold anything.
-    """
+    """Refuse rows without a prompt, unless an environment or a `rollout_func` reads them. Streams are checked later."""
     if given.get("environment_factory") or given.get("rollout_func"):
         return dataset
 

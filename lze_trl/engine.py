@@ -43,14 +43,8 @@ from .select.advantages import group_advantages, normalised_over_tokens, zero_st
 
 
 TENSOR_SOURCES = (
-    "prompt",
-    "prompt_ids",
-    "completion_ids",
-    "logprobs",
-    "loss_mask",
-    "images",
-    "tool_images",
-    "environment",
+    *("prompt", "prompt_ids", "completion_ids", "logprobs", "loss_mask"),
+    *("images", "tool_images", "environment"),
 )
 """Held columns from which TRL makes its tensors."""
 
@@ -296,10 +290,7 @@ class TRLAdapter:
         return None
 
     def with_prefixes(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
-        """
-        Add a column `thinking_prefix` for reward functions to dataset rows, if a prompt opens the thinking: the mark that does, see
-        [`~lze_trl.rewards.grading.thinking_prefix`]. Only the rendered prompt shows what the chat template adds.
-        """
+        """Add a column `thinking_prefix` to dataset rows, if a prompt opens the thinking once it is rendered."""
         trainer, rendered = self._trainer, prompts
         if is_conversational({"prompt": prompts[0]}):
             template = trainer.chat_template or trainer.processing_class.chat_template
@@ -318,10 +309,7 @@ class TRLAdapter:
     def score_rows(
         self, inputs: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]]
     ) -> torch.Tensor:
-        """
-        Score some completions by plain reward functions on this process. Returns shape `(n, F)`, NaN where not applicable. What
-        the functions log is dropped.
-        """
+        """Score completions by plain reward functions on this process: `(n, F)`, NaN where not applicable."""
         trainer, prompts = self._trainer, [row["prompt"] for row in inputs]
         rows = self.with_prefixes(without_internal_columns(inputs), prompts)
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
@@ -343,10 +331,7 @@ class TRLAdapter:
         return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
 
     def score_rows_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
-        """
-        Score one completion of each process, at a row of its held columns, without any other, by the reward functions at some `columns`.
-        Returns shape `(W, len(columns))`. What the functions log is dropped.
-        """
+        """Score one completion of each process, at `row`, without any other: `(W, len(columns))`."""
         trainer = self._trainer
         names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
         changes: dict[str, Any] = {name: [getattr(trainer, name)[column] for column in columns] for name in names}
@@ -405,15 +390,11 @@ class TRLAdapter:
         self, request: Request, foresight: Any = None
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
-        Generate and score the completions of a request.
+        Generate and score the completions of a request. While they come in, the `foresight` says what the next round
+        will ask for. Neither reward functions nor TRL's metrics see unwanted rows of the request.
 
-        While completions come in, the `foresight` says what the next round will ask for, see
-        [`~lze_trl.servers.generation.HTTPGeneration.looking_ahead`]. Unwanted rows of the request are in the result, but neither
-        reward functions nor TRL's metrics see them.
-
-        Returns:
-            Held columns of this process; numbers of its completions that all processes will know, int64 or float64; and the rewards of
-            all processes, shape `(B, F)`, NaN where not applicable.
+        Returns held columns of this process; numbers of its completions that all processes will know, int64 or float64;
+        and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
         """
         trainer, answers, inputs = self._trainer, self._trainer.answers, request[0]
         surplus = self._surplus(request)
@@ -472,10 +453,7 @@ class TRLAdapter:
         }
 
     def _rolled_out(self, request: Request) -> tuple[list, Generated]:
-        """
-        Roll out a request: the prompts as the model saw them, and what TRL's `_generate` returned for them. TRL's own
-        `_generate_and_score_completions` runs as far as that: it resets environments, and prepares tools and images.
-        """
+        """Run TRL's own method as far as `_generate`; return the prompts that the model saw, and what that returned."""
         trainer, (inputs, group_size, wanted) = self._trainer, request
         accelerator = trainer.accelerator
         assigned = vars(trainer).get("_generate")  # a user may have set it on the object
@@ -498,10 +476,7 @@ class TRLAdapter:
         raise RuntimeError("TRL's `_generate_and_score_completions` did not call `_generate`.")
 
     def generate(self, prompts: list, by_trl: Callable[[Any, list], tuple]) -> tuple:
-        """
-        Generate by TRL's `_generate`, here `by_trl`, which gets a copy of the trainer and prompts. Empty completions are filled in, and TRL's
-        metrics of truncated ones follow the engine's finish reasons.
-        """
+        """Generate by TRL's `_generate`, here `by_trl`, with empty completions filled in and metrics corrected."""
         trainer, answers = self._trainer, self._trainer.answers
 
         def roll_out_and_fill(prompts: list, view: Any) -> dict[str, Any]:
@@ -577,13 +552,9 @@ class TRLAdapter:
         self, drawn: Batch, chosen: Batch, rows: np.ndarray, uniform_groups: bool, packed: bool
     ) -> dict[str, Any]:
         """
-        Let TRL make the tensors of the chosen rows that this process holds: padded tokens, masks, old and reference log-probabilities,
-        advantages. Advantages and metrics follow from all completions `drawn`.
-
-        Args:
-            rows (int64, `(n,)`): The chosen rows, by their places in `drawn`.
-            uniform_groups: The batch is as TRL's own: `num_generations` completions of each prompt, drawn at once.
-            packed: Compute log-probabilities in the micro-batches of the layout.
+        Let TRL make the tensors of the chosen `rows` of `drawn`, int64 `(n,)`, that this process holds. Advantages and
+        metrics follow from all that was drawn. `uniform_groups` are plain TRL's; `packed` uses the micro-batches of the
+        layout.
         """
         trainer, held_rows = self._trainer, rows[chosen.held["row"]]
         # TRL computes advantages of groups of one size, by one estimator, and counts an abstaining group reward as 0
@@ -628,12 +599,8 @@ class TRLAdapter:
             return {}
         for row, name in zip(inputs, held.get("environment", ()), strict=False):
             row["environment"] = name
-        pool: dict[Any, list] = defaultdict(list)
-        return {
-            "environment_factories": dict.fromkeys(factories, _EpisodeOver),
-            "_environment_pool": pool,
-            "environments": None,
-        }
+        own = {"environment_factories": dict.fromkeys(factories, _EpisodeOver), "environments": None}
+        return own | {"_environment_pool": defaultdict(list)}
 
     def _masks_truncated(self, truncated: np.ndarray, completion_ids: list[list[int]]) -> bool:
         """Tell whether truncated completions are to be masked, and TRL would mask others: it goes by the last token."""
@@ -880,16 +847,9 @@ def _as_generated(held: dict[str, Any]) -> Generated:
         if (column := columns[name]) is not None:
             pairs = zip(column, completion_ids, strict=True)
             columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
-    return Generated(
-        held["prompt_ids"],
-        completion_ids,
-        columns["loss_mask"],
-        [None] * count,
-        columns["logprobs"],
-        {},
-        columns["images"],
-        [images or [] for images in columns["tool_images"] or [[]] * count],
-    )
+    tool_images = [images or [] for images in columns["tool_images"] or [[]] * count]
+    sampled = columns["loss_mask"], [None] * count, columns["logprobs"]
+    return Generated(held["prompt_ids"], completion_ids, *sampled, {}, columns["images"], tool_images)
 
 
 def _new_log_table(size: int) -> dict[str, Any]:
@@ -909,10 +869,7 @@ def loss_tokens(
 def sequence_logprobs(
     logprobs: Sequence[Sequence[float | None]] | None, masks: list[list[int]] | None, count: int
 ) -> np.ndarray:
-    """
-    Sum the log-probabilities of each completion's tokens when they were sampled, shape `(count,)`, over those with 1 in its mask. NaN if
-    a token has none, or −∞.
-    """
+    """Sum the log-probabilities of each completion's sampled tokens, `(count,)`; NaN if one is unknown, or −∞."""
     if logprobs is None:
         return np.full(count, np.nan)
     sums = np.array([_sum_or_nan(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])

@@ -7,11 +7,9 @@ from torch.distributed.tensor import DTensor
 
 def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
     """
-    Fingerprint the weights and buffers that this process holds; DeepSpeed ZeRO-3 or FSDP may have sharded the model. Tensors with
-    `without` in their names are left out.
-
-    The fingerprint depends on every bit, so it changes with any update, also one through `.data`, which PyTorch's version counters
-    miss. It reads the weights once: about 0.5 ms a GB on a GPU, 0.15 s a GB on a CPU core.
+    Fingerprint the weights and buffers that this process holds, sharded or not; without those with `without` in their
+    names. It depends on every bit, so it also changes with updates through `.data`, which PyTorch's version counters
+    miss.
     """
     hashes: list[torch.Tensor] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -25,8 +23,5 @@ def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
 
 
 def hashes_of(flat: torch.Tensor) -> list[torch.Tensor]:
-    """
-    Hash a one-dimensional tensor: two numbers, or none if it is empty. An XOR of all elements misses the same change of an even number of
-    them, so the first element is hashed by itself as well.
-    """
+    """Hash a flat tensor by all elements, whose XOR may miss a change of several, and by the first; none if empty."""
     return [torch.hash_tensor(part) for part in (flat, flat[:1]) if len(part)]

@@ -39,10 +39,7 @@ def near(name: str, known: Iterable[str], form: Callable[[str], str] = repr, mos
 
 
 def imported(path: str, named: str) -> Any:
-    """
-    Import the function or class at a path such as `my_package.my_module.my_reward`; raises `ValueError` if there is none. `named` says in
-    the error what the user asked for.
-    """
+    """Import a function or class by its path; `ValueError` if there is none, in which `named` says what was asked."""
     module, _, attribute = path.rpartition(".")
     try:
         found = importlib.import_module(module or path)

@@ -65,10 +65,7 @@ def text_of(prompt: Any) -> str:
 
 
 def token_counter(processor: Any, **template: Any) -> Callable[[list[Any]], list[int]]:
-    """
-    Return a function that counts the tokens of prompts, all texts or all conversations, as TRL makes them. `template` holds further
-    arguments of `apply_chat_template`. With a processor that reads images, only text is counted.
-    """
+    """Return a counter of the tokens of prompts, as TRL makes them, without images; `template` is for the template."""
     tokenizer = getattr(processor, "tokenizer", processor)
 
     def count(prompts: list[Any]) -> list[int]:

@@ -21,10 +21,7 @@ _PATH = re.compile(r"(?<![^\s'\"=,(\[:])(?:file://)?(?:/(?!/)|~[\w.-]*/|\.\./|[A
 
 
 def redacted(value: Any, mark: str | None = HIDDEN, name: str = "") -> Any:
-    """
-    Remove secrets from a setting called `name`: texts whose name ends in token, key, secret, password or the like become the mark, at any
-    depth, and addresses lose their login. Anything else is returned unchanged.
-    """
+    """Remove secrets at any depth of a setting called `name`: texts named as a token or password, and logins."""
     return _changed(value, name, lambda text, n: mark if text and _SECRET_NAME.search(n) else without_secrets(text))
 
 

@@ -15,10 +15,7 @@ STATE_FILES = ("lze_state.*", "manifest.json")  # what another run can begin wit
 
 
 def resolve(source: str | Path, files: tuple[str, ...] = RUN_FILES) -> Path:
-    """
-    Return the directory of a run that is given as a directory, or as the Hub id of a dataset repo, such as `"me/my-run"`, whose `files` are
-    then downloaded. Raises [`MissingTelemetryError`] if it is neither.
-    """
+    """Return the folder of a run, or of a dataset repo whose `files` are downloaded; else [`MissingTelemetryError`]."""
     if Path(source).exists():
         return Path(source)
     try:

@@ -127,10 +127,7 @@ _SET_ELSEWHERE = ("group_size", "num_prompts", "exit")  # fields of controllers 
 
 
 def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, Any]:
-    """
-    Complete the settings of a block: the `given` ones, and the defaults of the dataclass that the block configures. Raises `ValueError`
-    for an unknown setting, and for a value of another type or out of its range.
-    """
+    """Complete the settings of a block by its dataclass; `ValueError` for an unknown one, or a wrong type or range."""
     if not isinstance(given, Mapping):
         raise ValueError(f"`{block}` must be a mapping of settings to values, got {given!r}.")
     known = {f.name: f.default for f in fields(owner) if f.name not in _SET_ELSEWHERE}

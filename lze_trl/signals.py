@@ -31,10 +31,7 @@ def end_at_once(number: int, frame: Any):
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None], numbers: Iterable[int] = (signal.SIGINT, *ENDING)) -> Iterator[None]:
-    """
-    Handle signals within the block, unless somebody else handles or ignores them. Does nothing in an interactive session or outside of
-    the main thread.
-    """
+    """Handle signals within the block, unless others do, in an interactive session, or outside of the main thread."""
     usual, before = (signal.SIG_DFL, signal.default_int_handler, end_at_once), {}
     if threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
         before = {number: found for number in numbers if (found := signal.getsignal(number)) in usual}
@@ -85,10 +82,7 @@ SIGNALS = Signals()
 
 
 def end_with_launcher():
-    """
-    Send this process a SIGTERM when its launcher ends and leaves it behind, as accelerate does with a single process. A process that no
-    launcher has started is left alone.
-    """
+    """Send this process a SIGTERM when its launcher ends and leaves it behind, as accelerate does with one process."""
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if not launched or os.environ.get(STARTED_ALONE) == str(os.getpid()):
         return

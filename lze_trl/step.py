@@ -93,10 +93,7 @@ class BatchPipeline:
             self._start_prefetch(engine)
 
     def _is_last_step(self, engine: TRLAdapter) -> bool:
-        """
-        Tell whether the optimizer step under way is the last one on this generation batch, and training goes on after it. The next
-        batch is prefetched then. Begun earlier, its weights would be older than one step, and an evaluation would have to finish it early.
-        """
+        """Tell whether to prefetch: in the batch's last step, unless training ends. Earlier, weights would be older."""
         micro_steps_left = self._micro_steps_per_batch - self.micro_step % self._micro_steps_per_batch
         # End of the batch in micro-steps, counted from the begin of the optimizer step
         end = self.accumulation.micro_steps + micro_steps_left
@@ -181,30 +178,28 @@ class BatchPipeline:
 
     def finish(self, pending: Pending, engine: TRLAdapter) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
-        timed, plan = self.ledger.timed, pending.plan
-        num_groups_wanted = quota(self.args.selection_ratio, max(1, plan.num_prompts))
+        timed = self.ledger.timed
+        num_groups_wanted = quota(self.args.selection_ratio, max(1, pending.plan.num_prompts))
         with timed("rollout"):
             drawn = self.rounds.finish(pending, engine, num_groups_wanted)
+        plan = pending.plan  # with the prompts that later rounds added
         self.ledger.visits_skipped += len(plan.skipped)
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         weight_change, in_bfloat16 = engine.weights_changed()
         if not np.isnan(weight_change):
             engine.metrics["lze/weights_changed"].append(weight_change)
-        if drawn is None:
-            return self._empty_batch(plan, engine)
+        if drawn is None:  # pruning or the controller has left nothing
+            self.ledger.add(self.args.generation_batch_size)
+            self._record(plan, engine)
+            return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
         with timed("selection"):
             forecasts = self.state.prompts(drawn.prompt_ids).alive
             drawn = self._remember(drawn)
             if self.state.unseen is not None:
                 drawn = drawn.with_prompts(forecast=forecasts)
             self._add_values(drawn)
-            self.advice.see(
-                drawn,
-                drawn.prompts.cause,
-                forecasts,
-                engine.learning_rate,
-                weight_change if in_bfloat16 else np.nan,
-            )
+            change_in_bfloat16 = weight_change if in_bfloat16 else np.nan
+            self.advice.see(drawn, drawn.prompts.cause, forecasts, engine.learning_rate, change_in_bfloat16)
             chosen = self._select(drawn, num_groups_wanted)
             weights = row_weights(self.controller, drawn, self._rng("keep"))
             # Rows without a loss token, such as masked truncated completions, only fill micro-batches
@@ -240,14 +235,9 @@ class BatchPipeline:
 
     def _select(self, drawn: Batch, num_groups_wanted: int) -> np.ndarray:
         """Choose the groups to train on: a mask of shape `(P,)`. K = `num_groups_wanted` of them fill the update."""
-        return choose_groups(
-            self.selector,
-            drawn.prompts,
-            np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups),
-            num_groups_wanted,
-            self.controller.fills_update,
-            partial(self._rng, "selection"),
-        )
+        loss_tokens = np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups)
+        fills_update, make_rng = self.controller.fills_update, partial(self._rng, "selection")
+        return choose_groups(self.selector, drawn.prompts, loss_tokens, num_groups_wanted, fills_update, make_rng)
 
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
@@ -291,10 +281,8 @@ class BatchPipeline:
             if not normalize_over_all:
                 return chosen_weights
             factor = full_rows / drawn.num_rows
-            norms = {
-                name: getattr(chosen_weights, name) * factor for name in ("norm_rows", "norm_tokens", "num_items")
-            }
-            return chosen_weights.with_columns(**norms)
+            names = ("norm_rows", "norm_tokens", "num_items")
+            return chosen_weights.with_columns(**{name: getattr(chosen_weights, name) * factor for name in names})
         if normalize_over_all:
             return weights_of_part(weights, full_rows, drawn.facts["mean_tokens"], geometry, self._rng("steps"))
         return weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
@@ -309,12 +297,6 @@ class BatchPipeline:
             return trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
         return unpacked(chunk, self.geometry)
 
-    def _empty_batch(self, plan: Plan, engine: TRLAdapter) -> Batch:
-        """Make a batch without rows, where pruning or the controller has left none."""
-        self.ledger.add(self.args.generation_batch_size)
-        self._record(plan, engine)
-        return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
-
     def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: TRLAdapter):
         groups = drawn.prompts
         metrics = batch_metrics(groups, chosen) | self.state.metrics() | self.passes.planner.metrics()
@@ -326,7 +308,7 @@ class BatchPipeline:
         metrics |= self.state.foresight.metrics() | self.state.threshold.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.state.unseen is not None:
-            planned = len(plan.rows) or plan.num_prompts  # and the prompts that were added in later rounds
+            planned = len(plan.rows) or plan.num_prompts
             metrics |= self.state.unseen.metrics() | {"not_begun_share": 1.0 - len(groups) / planned}
         if self.prompt_writer is not None:
             metrics |= self.prompt_writer.metrics()
@@ -355,17 +337,8 @@ class BatchPipeline:
             values = {f"by.{name}": v[: drawn.num_groups] for name, v in drawn.facts.get("values", {}).items()}
             prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned, **values)
             rows, means = row_columns(drawn), drawn.facts["means"]
-        self.recorder.record(
-            prompts,
-            rows,
-            drawn,
-            self.batch_index,
-            step=engine.optimizer_step,
-            max_steps=engine.max_steps,
-            pass_index=plan.pass_index,
-            skipped=len(plan.skipped),
-            means=means,
-        )
+        place = {"step": engine.optimizer_step, "max_steps": engine.max_steps, "pass_index": plan.pass_index}
+        self.recorder.record(prompts, rows, drawn, self.batch_index, **place, skipped=len(plan.skipped), means=means)
         self.recorder.advise(self.advice.lines())
 
     # ---- Checkpoints ----

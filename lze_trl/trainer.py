@@ -85,10 +85,7 @@ def _override(cls: type, name: str) -> str | None:
 
 
 def _row_counter(dataloader: Any) -> Callable[[], float]:
-    """
-    Return a function that counts the rows that a loader gives all processes, without those that fill up its last batch; for a stream, the
-    rows that were read so far.
-    """
+    """Return a counter of the rows that a loader gives in all, without fillers; of a stream, of those read so far."""
     stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # accelerate may have wrapped both
     batches = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
     sampler = getattr(batches, "sampler", None)
@@ -291,10 +288,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @property
     def train_dataset(self) -> Dataset | IterableDataset:
-        """
-        The training set, with prompt ids. Another one can be assigned between trainings: the next training begins with a pass over it,
-        and what is known of prompts is kept.
-        """
+        """The training set, with prompt ids. Another one can be assigned between trainings; the memory is kept."""
         return vars(self)["train_dataset"]
 
     @train_dataset.setter
@@ -642,12 +636,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     @contextmanager
     def running(self) -> Iterator[None]:
         """
-        Mark a run, whose telemetry says `finished` once the block has ended: a training, by itself or with what is written after it.
-        A signal ends it as Ctrl-C does, and the process with the status 128 + its number.
-
-        Raises:
-            OutputFolderError: Another training that is alive has the same `output_dir`.
-            DiskError: The disk is full or fails.
+        Mark a run, whose telemetry says `finished` after the block. A signal ends the process with 128 + its number.
+        Raises `OutputFolderError` if another live training has the `output_dir`, and `DiskError` if the disk is full or
+        fails.
         """
         if self._is_running:
             yield
@@ -681,7 +672,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         self.generation_step.reset_for_training()
         if resume_from_checkpoint:
             store.refuse_other_run(resume_from_checkpoint, self._described)
-            self._resume(resume_from_checkpoint)
+            if store.load_parts(resume_from_checkpoint, self._parts)["mid_batch"]:
+                self.generation_step.load_rows(store.load(resume_from_checkpoint, self._rows_name)[0])
         elif self.args.state_from is not None and not self.generation_step.batch_index:
             from .profile.folder import warn_of_others
             from .remote import STATE_FILES, resolve
@@ -743,11 +735,6 @@ class LZEGRPOTrainer(GRPOTrainer):
                 self._save_parts(directory)
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
-
-    def _resume(self, checkpoint: str):
-        """Let our parts continue from a checkpoint."""
-        if store.load_parts(checkpoint, self._parts)["mid_batch"]:
-            self.generation_step.load_rows(store.load(checkpoint, self._rows_name)[0])
 
     @property
     def _rows_name(self) -> str:

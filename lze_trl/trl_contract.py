@@ -84,12 +84,7 @@ def _names_in_code(cls: type) -> set[str]:
 
 @functools.cache
 def check_releases():
-    """
-    Check the installed TRL and transformers, once a process: newer releases that fit are used with a warning.
-
-    Raises:
-        ImportError: A private name that this package uses has changed.
-    """
+    """Check the installed TRL and transformers, once a process; `ImportError` if a private name has changed."""
     newer = [name for name, newest in NEWEST.items() if Version(version(name)).release[:2] > Version(newest).release]
     installed = " and ".join(f"{name} {version(name)}" for name in NEWEST)
     if changed := "; ".join(changes()):

@@ -75,7 +75,7 @@ def test_yaml_is_a_recipe(page, tmp_path):
 
 
 def check_lze_trl(words: list[str]):
-    words = ["recipes/demo/lze.yaml" if word == "RECIPE" else word for word in words]
+    words = ["recipes/demo/lze.yaml" if word in ("RECIPE", "lora.yaml") else word for word in words]
     if words[-1] == "--help":
         with pytest.raises(SystemExit) as ended:
             cli.build_parser().parse_args(words)

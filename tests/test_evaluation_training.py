@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from launches import by_accelerate, on_two_cpus, run_to_end
-from lze_trl.app.views import overview
+from lze_trl.app.views import evaluations
 from lze_trl.evaluation.run import read_samples
 from lze_trl.job.cli import main
 from lze_trl.job.parts import make_evaluation, make_instruction
@@ -82,7 +82,7 @@ def test_training_goes_on_as_without_and_finds_what_the_command_finds(job, tmp_p
     assert logged == {int(name[-6:]): found[name]["tasks"]["sums"]["metrics"]["avg@3"][0] for name in found}
     assert len(set(logged.values())) > 1  # of shares of even lengths, so the policy has moved
     with closing(open_run(output)) as recorded:
-        shown = overview(recorded)
+        shown = evaluations(recorded)
     for text in ((output / "README.md").read_text(), shown):  # the first and the last
         assert "step-000000" in text and "step-000004" in text and "avg@3" in text
         assert "step-000002" not in text

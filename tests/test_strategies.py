@@ -159,7 +159,6 @@ ADA, GRESO = {"controller": "reinforce_ada_balanced"}, {"planner": "greso"}
         ({"planner_kwargs": {"target": 0.2}}, "`planner_kwargs` has no setting 'target' here.* It takes .*'streak'"),
         ({"planner_kwargs": {"streak": 2.5}}, "`planner_kwargs`: `streak` must be a whole number, got 2.5"),
         ({"vllm_server_kwargs": {"sync_dir": 3}}, "`vllm_server_kwargs`: `sync_dir` must be a text or null, got 3"),
-        ({"self_play": {"instruct": True, "template": "serll"}}, "`template` must be one of .*'serl'.* got 'serll'"),
         ({"self_play": True}, "`self_play` must be a mapping of settings to values, got True"),
         *(({"selection_ratio": value}, r"`selection_ratio` must be in \(0, 1\]") for value in (0, 1.4, NAN)),
         *(({"pass_threshold": value}, r"`pass_threshold` must be in \(-inf, inf\)") for value in (NAN, math.inf)),

@@ -291,6 +291,14 @@ def test_a_gate_of_a_training_does_not_begin_what_is_hopeless(tmp_path):
     assert np.mean(not_begun[-6:]) > 0.25
 
 
+def test_the_share_that_is_not_begun_counts_the_prompts_of_later_rounds(tmp_path):
+    hold = {"controller_kwargs": {"hold": "completions"}}
+    settings = MIX | GATE | hold | {"max_steps": 16, "learning_rate": 0.0}
+    trainer = tiny.run(tmp_path, dataset=mix(200), **settings)
+    not_begun = tiny.history(trainer, "lze/not_begun_share")
+    assert min(not_begun) >= 0.0 and max(not_begun) > 0.0
+
+
 @pytest.mark.parametrize("strategy", ["gate", "dapo"])
 def test_a_window_finds_live_groups_first(tmp_path, strategy):
     ledgers = []

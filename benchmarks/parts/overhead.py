@@ -27,7 +27,7 @@ from lze_trl.rollout.controllers import Gate
 from lze_trl.rollout.rounds import gathered_columns
 from lze_trl.seeding import keyed_rng
 from lze_trl.select.selectors import EnergySelector, choose, quota
-from lze_trl.step import SHOWN
+from lze_trl.step import RECORDED_ONLY
 
 from ..comparison import Spread
 from ..settings import write_json
@@ -158,7 +158,7 @@ class Worker:
 
     def redistribution(self):
         """Send chosen rows to the processes that compute them."""
-        held = {name: values for name, values in self.scored.held.items() if name not in SHOWN}
+        held = {name: values for name, values in self.scored.held.items() if name not in RECORDED_ONLY}
         replace(self.scored.take(self.chosen), held=held).moved(self.layout, self.accelerator)
 
     def telemetry(self):

@@ -13,10 +13,7 @@ _MOST_PROMPTS, _MOST_BATCHES, _MOST_PER_BATCH = 1024, 80, 64
 
 
 class SimulatedPrompts:
-    """
-    Prompts that stand for the training set, drawn from the sample's with replacement. Where completions pass or fail, each has
-    a pass rate from its posterior; else its groups are its own completions in another order.
-    """
+    """Prompts that stand for the training set, drawn from the sample's with replacement."""
 
     def __init__(self, sample: GroupSample, count: int, rng: np.random.Generator):
         # Of a bootstrap sample of the prompts

@@ -20,11 +20,8 @@ logger = logging.getLogger(__name__)
 
 def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
     """
-    Roll out `num_prompts` prompts of a trainer's training set with `num_generations` each, by its own engine and rewards, in
-    generation batches of its own size, and compute the gradients of the last one. None of it reaches its training.
-
-    Raises:
-        ValueError: The trainer runs in several processes or by DeepSpeed or FSDP, or has too few prompts.
+    Roll out prompts of a trainer's training set by its own engine and rewards, and compute the gradients of a batch.
+    None of it reaches its training. `ValueError` for several processes, DeepSpeed or FSDP, or fewer than 2 prompts.
     """
     accelerator, args, size = trainer.accelerator, trainer.args, trainer.num_generations
     refuse_processes(accelerator, "forecast")

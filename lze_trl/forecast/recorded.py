@@ -100,13 +100,9 @@ def _of_logs(folder: Path, reward: str | None) -> GroupSample:
 
 def read_logs(folder: Path) -> pd.DataFrame:
     """
-    Read the completions of a run of TRL's GRPO that had `log_completions=True`, from its output directory or its
-    `completions` folder: the columns of its logs, prompts and completions as text, and `log`, the number of the log.
-    Completions that several updates use are there once; neither tokens nor reward weights are logged.
-
-    Raises:
-        MissingTelemetryError: There are no logs, or no completion in them.
-        TelemetryError: One cannot be read.
+    Read the completions of a run of TRL's GRPO with `log_completions=True`, from its output or `completions` folder:
+    the columns of its logs, texts, and `log`, the number of the log. Completions that several updates use are there
+    once. Raises `MissingTelemetryError` without any, and `TelemetryError` if a log cannot be read.
     """
     texts = "prompt", "completion"
     files, logs = [*folder.glob(_LOGS), *folder.glob(f"completions/{_LOGS}")], list[pd.DataFrame]()

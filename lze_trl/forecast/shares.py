@@ -28,10 +28,7 @@ class Interval:
 
 
 def resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """
-    Return means of bootstrap samples of the prompts' values, shape `(DRAWS,)`. For none, or all, of them: Jeffreys'
-    posterior.
-    """
+    """Return means of bootstrap samples of the values, `(DRAWS,)`; if all are 0 or all 1, of Jeffreys' posterior."""
     count = len(values)
     if (values == values[0]).all() and values[0] in (0.0, 1.0):
         return rng.beta(values.sum() + 0.5, count - values.sum() + 0.5, DRAWS)
@@ -87,10 +84,7 @@ def dead_share(sample: GroupSample, size: int, rng: np.random.Generator) -> Inte
 
 
 def _beyond(sample: GroupSample, size: int, rng: np.random.Generator) -> Interval:
-    """
-    Estimate the share of dead groups of more completions than were drawn. The interval is that of fits to bootstrap
-    samples.
-    """
+    """Estimate the share of dead groups larger than those drawn, with the interval of fits to bootstrap samples."""
     value, of_fits = float(dead_probability(*posteriors(sample), size).mean()), []
     for _ in range(_FITS):
         rows = rng.integers(len(sample), size=len(sample))

@@ -15,18 +15,14 @@ _CHUNK = 65_536  # prompts per chunk of forecasts, which bounds memory
 
 class History(Table):
     """
-    What is remembered of prompts, float64 columns of shape `(P,)`: `visits`; posterior mean `pass_rates` and the completions
-    it rests on, `strength`; of the last visit the mean outcome `last_mean`, whether it was `stopped` after one completion, and
-    `logprob_mean`, `logprob_min`, `logprob_max` (NaN if none were reported); `streak`, see [`Prompts`]; and the `age` in
-    generation batches since the last visit.
+    What is remembered of prompts, float64 `(P,)`: `visits`; posterior `pass_rates` and their `strength` in completions;
+    of the last visit the mean outcome `last_mean`, whether it was `stopped`, and `logprob_mean`, `logprob_min`,
+    `logprob_max` (NaN if not reported); `streak`, see [`Prompts`]; and `age`, the batches since that visit.
     """
 
 
 def features(history: History, posterior: np.ndarray) -> np.ndarray:
-    """
-    Return features of prompts, shape `(P, F)`, all between about −1 and 2; `posterior` are the posterior's log-odds.
-    For a prompt that was never visited, all are 0 except the first.
-    """
+    """Return features of prompts, `(P, F)`, between about −1 and 2, by the `posterior` log-odds among others."""
     streak, rate = history.streak, history.last_mean
     solved, hopeless = (streak > 0).astype(np.float64), (streak < 0).astype(np.float64)
     length, stopped = np.log1p(np.abs(streak)) / 2.0, history.stopped > 0
@@ -48,10 +44,7 @@ def features(history: History, posterior: np.ndarray) -> np.ndarray:
 
 
 class Foresight:
-    """
-    Logistic regression of "the next group is alive", with the posterior's log-odds as offset, see [`OnlineRegression`]. It
-    uses gathered numbers only, so it is the same on every process.
-    """
+    """Logistic regression of "the next group is alive", with the posterior's log-odds as offset."""
 
     def __init__(self):
         self.model = OnlineRegression(NUM_FEATURES)
@@ -79,10 +72,7 @@ class Foresight:
         learn: bool = True,
         counts: np.ndarray | None = None,
     ):
-        """
-        Score the forecasts of a generation batch, then learn from it. `history` is from before the batch; `alive`, bool of
-        shape `(P,)`, are the groups of `size` completions with a gradient, each of which represents `counts` groups (default 1).
-        """
+        """Score a batch's forecasts by the `history` before it, then learn; each group represents `counts` groups."""
         sizes, counts = np.broadcast_to(size, len(history)), np.ones(len(history)) if counts is None else counts
         model, posterior = self.forecasts(history, sizes)
         used, seen = self.model.used, (history.visits > 0) & (counts > 0)

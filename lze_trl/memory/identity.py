@@ -29,9 +29,7 @@ def prompt_id(prompt: Any, answer: Any = None, others: dict[str, Any] | None = N
     """
     further = _content(others or {})
     content = [_content(prompt), answer, *([further] if further else [])]
-    return _hash(
-        json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text),
-    )
+    return _hash(json.dumps(content, ensure_ascii=False, sort_keys=True, separators=(",", ":"), default=_as_text))
 
 
 def _content(value: Any) -> Any:
@@ -71,12 +69,10 @@ def add_prompt_ids(
     dataset: Dataset | IterableDataset, deduplicate: bool = True, needs_prompt: bool = True
 ) -> Dataset | IterableDataset:
     """
-    Add the column `lze_prompt_id`, and keep only the first row of each prompt.
-
-    A prompt is the content of its row, see [`prompt_id`], or the value of a user's own `prompt_id` column where it has one.
-    With a format or a transform (`Dataset.set_format`), which stays, the row before it counts, and images count as they are stored. Without
-    `deduplicate`, each further row of a prompt gets another id. An iterable dataset cannot be deduplicated: it keeps repeated ids.
-    `needs_prompt` is off where an environment makes prompts of the other columns.
+    Add the column `lze_prompt_id`, and keep only the first row of each prompt, which is the content of its row, see
+    [`prompt_id`], or its own `prompt_id`. A format or transform stays, and the row before it counts. Without
+    `deduplicate`, repeats get other ids; an iterable dataset keeps repeated ones. `needs_prompt` is off where an
+    environment makes prompts of other columns.
     """
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
@@ -122,10 +118,7 @@ def media_as_stored(feature: Any) -> Any:
 
 
 def prompts_of_groups(prompt_ids: np.ndarray, group: np.ndarray, count: int) -> np.ndarray:
-    """
-    Return the prompt of each of `count` groups, shape `(P,)`, from those of all completions, shape `(B,)`; `ValueError`
-    if a group holds two.
-    """
+    """Return the prompt of each group, `(P,)`, from those of completions, `(B,)`; `ValueError` if a group has two."""
     of_groups = np.zeros(count, dtype=np.int64)
     of_groups[group] = prompt_ids
     if (mixed := group[of_groups[group] != prompt_ids]).size:
@@ -164,10 +157,7 @@ def _shown(transform: Callable[[dict[str, list]], dict[str, list]], batch: dict[
 
 
 def id_of(row: dict[str, Any], answer: str | None) -> int:
-    """
-    Return the id of a row, whose gold answer is in the column `answer`: that in its own column `prompt_id`, or else of
-    its content.
-    """
+    """Return the id of a row: its own `prompt_id`, or else that of its content, with its gold `answer` column."""
     own = row.get("prompt_id")
     if own is not None:  # integers stay as they are, so that the user finds them again in the telemetry
         return own if isinstance(own, int) and -(2**63) <= own < 2**63 else _hash(str(own))

@@ -7,12 +7,7 @@ _EMPTY = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
 
 
 class RowIndex:
-    """
-    Rows of distinct ids, numbered in the order of addition; 12 bytes an id.
-
-    Ids are kept in two sorted runs, nearly all of them and the latest. The latest are merged into the others once they are
-    1/32 of them, so adding a batch costs O(batch) on average.
-    """
+    """Rows of distinct ids, in the order of addition, in two sorted runs: nearly all of them, and the latest."""
 
     def __init__(self, ids: np.ndarray = _EMPTY[0]):
         order = np.argsort(ids)

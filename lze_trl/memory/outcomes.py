@@ -32,10 +32,7 @@ class OutcomeRule:
         return self.bounds if self.threshold is None else (0.0, 1.0)
 
     def scores(self, rewards_per_func: np.ndarray, totals: np.ndarray) -> np.ndarray:
-        """
-        Return 1 for a pass, 0 for a fail, or the reward; NaN without one. From rewards `(B, F)` and weighted totals
-        `(B,)`.
-        """
+        """Return 1 for a pass, 0 for a fail, or the reward, from rewards `(B, F)` or totals `(B,)`; NaN without one."""
         rewards = totals if self.column is None else rewards_per_func[:, self.column]
         others = rewards[~np.isnan(rewards) & ~np.isin(rewards, (0.0, 1.0))]
         if self.binary and others.size:

@@ -11,10 +11,7 @@ def posterior_strength(rollouts: np.ndarray, memory: float) -> np.ndarray:
 def remembered_mean(
     expected: np.ndarray, rollouts: np.ndarray, pass_rates: np.ndarray, scored: np.ndarray, memory: float
 ) -> np.ndarray:
-    """
-    Return the mean outcome over a bounded memory, after a visit with k = `scored` ≥ 1 completions and pass rate p: (e·n
-    + p·k) / (n + k), where e is the mean before the visit and n = min(rollouts, memory).
-    """
+    """Return (e·n + p·k) / (n + k): of k = `scored` ≥ 1 new completions and n = min(rollouts, memory) earlier ones."""
     strength = posterior_strength(rollouts, memory)
     return (expected.astype(np.float64) * strength + pass_rates * scored) / (strength + scored)
 
@@ -32,12 +29,7 @@ def beta_parameters(pass_rates: np.ndarray, strength: np.ndarray) -> tuple[np.nd
 
 
 def dead_probability(a: np.ndarray, b: np.ndarray, size: int | np.ndarray) -> np.ndarray:
-    """
-    Return the probability that all completions of a group pass, or all fail; 1 for groups of fewer than two.
-
-    The number of passes is beta-binomial: P(all pass) is the product of (a + i) / (a + b + i) over i < `size`, and P(all fail)
-    the same with b for a.
-    """
+    """Return the probability that all completions of a group pass or all fail (beta-binomial), 1 for fewer than two."""
     sizes = np.broadcast_to(size, a.shape)
     drawn = np.arange(sizes.max(initial=0))  # (S,)
     counts = drawn < sizes[:, np.newaxis]  # (P, S)

@@ -13,10 +13,8 @@ _HALVINGS = 20
 
 class OnlineRegression:
     """
-    Bayesian logistic regression: known log-odds (the offset) plus a weighted sum of F features.
-
-    The weights have a Gaussian posterior, updated by Newton steps for each batch. Forecast each batch before learning from
-    it: the model is used as long as its Brier score over the latest batches is no higher than that of the offset alone.
+    Bayesian logistic regression: known log-odds (the offset) plus a weighted sum of F features, with Gaussian weights.
+    Forecast before learning: the model is used as long as its recent Brier score is no higher than the offset's.
     """
 
     def __init__(self, num_features: int):
@@ -53,10 +51,7 @@ class OnlineRegression:
         return {"brier": float(np.average((expected - true) ** 2, weights=counts))} if len(true) else {}
 
     def learn(self, offset: np.ndarray, x: np.ndarray, true: np.ndarray, counts: np.ndarray):
-        """
-        Move the weights to the mode of their posterior, and the precision to its curvature there. The examples are `true` or
-        not, and represent `counts` examples each, both of shape `(P,)`.
-        """
+        """Learn from examples, `true` or not, that count `counts`, `(P,)`: weights go to their posterior's mode."""
         prior = _PRIOR_PRECISION * np.eye(x.shape[1])
         before = _FORGETTING * self.precision + (1.0 - _FORGETTING) * prior
         center = np.linalg.solve(before, _FORGETTING * self.precision @ self.weights)

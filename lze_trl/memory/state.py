@@ -80,10 +80,7 @@ class PromptState:
     # ---- Write ----
 
     def update_range(self, scores: np.ndarray) -> int:
-        """
-        Enter scores of new completions into the range of scores. Returns how many prompts lost their solved status because a higher
-        reward was seen.
-        """
+        """Enter scores into the range. Returns how many prompts are not solved any more, as a higher one was seen."""
         if not self.range.observe(scores):
             return 0
         solved = self["streak"] > 0
@@ -93,12 +90,9 @@ class PromptState:
 
     def score_and_store(self, rollouts: Batch, completion_probability: np.ndarray | None = None) -> Table:
         """
-        Score the groups of a generation batch, let the forecasts learn from them, and store them. Enter their scores by [`update_range`]
-        first.
-
-        Energies use the moving averages from *before* the batch. Groups without a scored completion are not stored. Where groups
-        were stopped after their first completion, `completion_probability`, shape `(P,)`, is the probability with which each was
-        completed, 0 for the stopped ones.
+        Score the groups of a batch by averages from *before* it, let forecasts learn, and store those with a scored
+        completion. Enter their scores by [`update_range`] first. Where groups were stopped after their first
+        completion, `completion_probability`, `(P,)`, says how likely each was completed: 0 for the stopped ones.
         """
         groups = self._score(rollouts)
         if completion_probability is None:
@@ -151,10 +145,7 @@ class PromptState:
         self.foresight.fit(history, sizes, rollouts.alive[complete], counts=represents[complete])
 
     def _fit_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
-        """
-        Let the forecasts of new prompts learn from the probability by now that groups of `size` completions are alive. Each prompt
-        represents `counts` prompts that might have been started. Both of shape `(P,)`.
-        """
+        """Let forecasts of new prompts learn how likely groups are `alive`, each for `counts` prompts, `(P,)`."""
         if self.unseen is not None and size > 1:
             history = self.history(ids)
             new, base = history.visits == 0, self.foresight.alive(history, size)
@@ -248,10 +239,7 @@ class PromptState:
     def alive(
         self, prompt_ids: np.ndarray, history: History | None = None, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """
-        Forecast the probability that a whole group of each prompt is alive. Return it, and with `rng` also a sample from the posterior of
-        each prompt that was never visited, so that uncertain prompts are tried. Both of shape `(P,)`.
-        """
+        """Forecast that whole groups are alive, `(P,)`; and with `rng` draw it for prompts that were never visited."""
         history = self.history(prompt_ids) if history is None else history
         alive, new = self.foresight.alive(history, self.group_size), history.visits == 0
         drawn = alive.copy()
@@ -298,11 +286,8 @@ class PromptState:
 
 
 def smallest_group_aliveness(rollouts: Batch) -> tuple[int, np.ndarray]:
-    """
-    Return the size of the smallest group, and whether as many first completions of each group have a gradient; bool of shape `(P,)`.
-
-    Foresight learns from these alone: an adaptive controller sizes groups by what it saw, so the size would give the answer away.
-    """
+    """Return the smallest size, and whether as many first completions of each group have a gradient, bool, `(P,)`."""
+    # Not whole groups: an adaptive controller sizes them by what it saw, which would give the answer away
     size = int(rollouts.sizes.min(initial=rollouts.num_rows))
     if (rollouts.sizes == size).all():
         return size, rollouts.alive

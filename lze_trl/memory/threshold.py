@@ -6,9 +6,8 @@ from ..batch import Batch, Prompts
 from .regression import OnlineRegression, bounded_logprob, log_odds
 
 
-_NUM_FEATURES = (
-    17  # of a first completion: 7 of new prompts, 7 of known ones, and 3 of its distance from what was expected
-)
+# Of a first completion: 7 of new prompts, 7 of known ones, and 3 of its distance from what was expected
+_NUM_FEATURES = 17
 
 
 class Threshold:
@@ -29,10 +28,7 @@ class Threshold:
         self._metrics: dict[str, float] = {}
 
     def alive(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """
-        Forecast the probability that each whole group will be alive, by its first completion, shape `(P,)`; NaN without
-        one.
-        """
+        """Forecast, by its first completion, that each whole group will be alive, `(P,)`; NaN without one."""
         known = drawn.sizes > 0
         chances = np.full(len(prompts), np.nan)
         if known.any():
@@ -42,13 +38,12 @@ class Threshold:
 
     def needed(self, prompts: Prompts) -> np.ndarray:
         """
-        Return the probability of being alive from which further completions of a group yield more live groups each than
-        elsewhere, shape `(P,)`: its first completion, or the remaining ones once `prompts.alive_given_first` is known.
+        Return the probability of being alive from which further completions yield more than elsewhere, shape `(P,)`.
 
-        Where the groups of a batch wait for each other, those go on that together yield the most. Recent batches contribute their
-        live groups, so that all groups continue while none was alive. Where each goes on by itself (`independent`), further ones are worth
-        drawing from (G − 1)·λ on, where λ is what completions have yielded lately (Dinkelbach's iteration), less one standard
-        deviation of the number of live groups: it depends on the group's own first completion, and on nothing else of its batch.
+        Where groups wait for each other, those go on that together yield the most; recent batches contribute, so that
+        all go on while none was alive. An `independent` one goes on from (G − 1)·λ, with λ what completions have
+        yielded lately (Dinkelbach), less a standard deviation of the live groups: by its own first completion, and
+        nothing else of its batch.
         """
         given_first = prompts.alive_given_first
         count, forecast, *recent = self._recent * _kept(prompts, self.RECENT)
@@ -64,10 +59,7 @@ class Threshold:
         return np.where(begun, others * best, to_begin)
 
     def fit(self, prompts: Prompts, drawn: Batch, counts: np.ndarray):
-        """
-        Score the forecasts of a generation batch, then learn from it. `prompts` are from before the batch; each group
-        represents `counts` groups, 0 if it was stopped.
-        """
+        """Score a batch's forecasts, then learn from it; each group represents `counts` groups, 0 if it was stopped."""
         complete = counts > 0
         offset, inputs = _examples(prompts, drawn)
         seen = np.array([len(prompts), prompts.alive.sum(), drawn.alive.sum(), drawn.num_rows], dtype=np.float64)
@@ -93,10 +85,7 @@ class Threshold:
 
 
 def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Return, of prompts with completions, the log-odds of the earlier forecast, shape `(P,)`, and features of their first
-    completions, `(P, F)`, all between about −1 and 2. A missing outcome counts as 1/2.
-    """
+    """Return log-odds of earlier forecasts, `(P,)`, and features of first completions, `(P, F)`, about −1 to 2."""
     rows, offset = drawn.first_rows, log_odds(prompts.alive)
     outcomes, logprobs = np.nan_to_num(drawn.outcomes[rows], nan=0.5), drawn.logprobs[rows]
     missing, surprise = np.isnan(logprobs), np.abs(outcomes - prompts.pass_rates)
@@ -117,12 +106,8 @@ def _kept(prompts: Prompts, window: int) -> float:
 
 def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
     """
-    Return the most live groups per completion that the best choice of groups to complete gives, for groups with one
-    completion each.
-
-    Completing a group takes `cost` more completions. The k likeliest groups are completed, with the k that maximises
-    (live + sum of their probabilities) / (completions + groups + k·cost); they are also the groups whose probability is at
-    least cost · the result (Dinkelbach). 0 without groups.
+    Return the most live groups per completion that a choice of groups to complete, for `cost` further ones each, can
+    give; 0 without groups. The chosen ones are those whose probability is at least cost · the result (Dinkelbach).
     """
     if not completions + len(alive):
         return 0.0
@@ -132,11 +117,8 @@ def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: flo
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:
     """
-    Return the probability p of being alive from which a group is worth its first completion, if other completions yield
-    r = `elsewhere` live groups each.
-
-    It is worth it only if E[max(q − r·(G − 1), 0)] ≥ r, with q the probability given the first completion and E[q] = p. The
-    left side is at most p·(1 − r·(G − 1)).
+    Return the probability p of being alive from which a group is worth its first completion, if others yield r live
+    groups: E[max(q − r·(G − 1), 0)] ≥ r, with q the probability after it. The left side is at most p·(1 − r·(G − 1)).
     """
     left = 1.0 - elsewhere * (group_size - 1)
     return min(elsewhere / left, 1.0) if left > 0.0 else 1.0

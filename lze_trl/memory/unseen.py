@@ -98,10 +98,7 @@ class Unseen:
     def alive(
         self, ids: np.ndarray, base: np.ndarray, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """
-        Forecast the probability that the group of each new prompt is alive, `base` where the model is not used; and,
-        with `rng`, one drawn from its posterior.
-        """
+        """Forecast that the groups of new prompts are alive, by `base` without a model; with `rng`, also draw it."""
         if not self.model.better:
             return base, base
         x, offset = self._examples(self._inputs(ids)), log_odds(base)
@@ -142,10 +139,7 @@ class Unseen:
 
 
 def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
-    """
-    Return the probability that a true example has a higher forecast than another one, ties counting half; each
-    represents `counts`.
-    """
+    """Return the probability that a true example has a higher forecast than another one, ties counting half."""
     values, place = np.unique(forecasts, return_inverse=True)
     positives, negatives = (np.bincount(place, counts * some, len(values)) for some in (true, ~true))
     below = np.cumsum(negatives) - negatives / 2.0

@@ -28,9 +28,8 @@ class Accumulation:
         self, logged: dict[str, list[float]], weight: Callable[[str], int], shares: dict[str, float]
     ) -> dict[str, list[float]]:
         """
-        Keep what TRL has `logged` of a micro-batch until the optimizer step ends, and return the metrics that are not of the micro-batch.
-        `weight` says of how many tokens or rows a metric is the mean; `shares` says what the micro-batch weighs in losses, by the name
-        of their metrics.
+        Keep what TRL has `logged` of a micro-batch, and return the metrics that are not of it. `weight` says of how
+        many tokens or rows a metric is the mean, and `shares` what the micro-batch weighs in losses.
         """
         for name, values in logged.items():
             if name == _OF_OPTIMIZER_STEP:

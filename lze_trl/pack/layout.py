@@ -72,10 +72,7 @@ class Layout:
         return [batch for batch in self.micro_steps if batch is not None]
 
     def rows_of(self, process: int) -> np.ndarray:
-        """
-        Return the chosen rows that a process computes, ascending, fillers included: every process has as many, so that
-        all of them also make the same number of forward passes for log-probabilities.
-        """
+        """Return the chosen rows that a process computes, ascending, with fillers: as many on every process."""
         rows = [batch.rows[process] for batch in self.micro_batches]
         return np.sort(np.concatenate(rows)) if rows else np.empty(0, dtype=np.int64)
 
@@ -102,14 +99,11 @@ def pack(
     owner: np.ndarray | None = None,
 ) -> Layout:
     """
-    Lay the chosen rows out in few micro-steps, with little padding.
+    Lay the chosen rows out in few micro-steps, with little padding; arrays have shape `(n,)`, one entry per chosen row.
 
-    In each chunk the rows are sorted by length and split into runs, one for each micro-step. The rows of a run are shared
-    out, so that all processes compute equally many of about the same length at the same time. Of the rows that each process
-    (`owner`) holds, as many as possible stay where they are. Arrays have shape `(n,)`, one entry per chosen row.
-
-    Without a token budget, a micro-batch may hold what `micro_batch_rows` of the longest chosen rows would take: more of
-    the short rows, and never more tokens than in TRL's own micro-batches. A limit is exceeded only where all micro-steps
+    In each chunk the rows are sorted by length and split into runs, one for each micro-step, whose rows are shared out
+    evenly; as many as possible stay on the process (`owner`) that holds them. Without a token budget, a micro-batch may
+    hold what `micro_batch_rows` of the longest chosen rows would take. A limit is exceeded only where all micro-steps
     of a chunk together do not hold its rows, or one row is longer than the budget.
     """
     longest, size = completion_tokens.max(initial=0), geometry.micro_batch_rows
@@ -148,10 +142,7 @@ def unpacked(chunk: np.ndarray, geometry: Geometry) -> Layout:
 
 
 def trl_layout(slot: np.ndarray, process: np.ndarray, order: np.ndarray, geometry: Geometry) -> Layout:
-    """
-    Lay out TRL's own micro-batches, for a batch without dropped rows: micro-step, process, and position after
-    TRL's shuffle of each row on its process, all of shape `(B,)`.
-    """
+    """Lay out TRL's own micro-batches, by micro-step, process and place after TRL's shuffle of all rows, `(B,)`."""
 
     def micro_batches(rows: np.ndarray) -> list[MicroBatch]:
         rows = rows[np.lexsort((order[rows], process[rows], slot[rows]))]
@@ -174,10 +165,7 @@ def _lay_out(chunk: np.ndarray, geometry: Geometry, micro_batches: Callable[[np.
 
 
 def _rank_rows(rows: np.ndarray, num_processes: int, owner: np.ndarray | None = None) -> MicroBatch:
-    """
-    Deal sorted rows round-robin, or keep them local as far as all ranks get equally many. Short ranks are padded with a
-    row of zero weight, a copy of the shortest row of another rank.
-    """
+    """Deal sorted rows to processes; short ones are padded with a copy of another's shortest row, of weight 0."""
     per_rank = -(-len(rows) // num_processes)
     missing = per_rank * num_processes - len(rows)
     rank = np.arange(len(rows)) % num_processes if owner is None else owner[rows]

@@ -66,16 +66,10 @@ def micro_batch(
 
 
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """
-    Return one row of a micro-batch with weight 0, for a micro-step that only takes part in the gradient
-    synchronisation.
-
-    Needed if the synchronising micro-step of a window is empty, but an earlier one of the window was not.
-    """
+    """Return a row of weight 0, for an empty micro-step that synchronises the gradients of earlier ones."""
     others = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor) or value.ndim == 0}
-    row = others | unsplit_pixel_values_by_grid(
-        rows_of(split_pixel_values_by_grid(inputs), np.zeros(1, dtype=np.int64))
-    )
+    first = rows_of(split_pixel_values_by_grid(inputs), np.zeros(1, dtype=np.int64))
+    row = others | unsplit_pixel_values_by_grid(first)
     row["completion_mask"].zero_()
     row["advantages"].zero_()
     return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_rows": 0, "lze_row_share": 0.0}
@@ -93,10 +87,7 @@ def widths(
 
 
 def rows_of(columns: dict[str, Any], places: np.ndarray) -> dict[str, Any]:
-    """
-    Take some rows of TRL's tensors: of each tensor with one entry a row, and of each list with the tensor of a row's
-    images, or their number.
-    """
+    """Take some rows of TRL's tensors, and of lists with the tensor of a row's images, or their number."""
     index = torch.as_tensor(places)
     taken: dict[str, Any] = {}
     for name, values in columns.items():
@@ -116,10 +107,7 @@ def with_images_joined(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def trimmed(columns: dict[str, Any], middle: int, width: tuple[int, int]) -> dict[str, Any]:
-    """
-    Drop padding beyond the widths of prompts (left-padded) and completions (right-padded). `middle` is where prompts end, and
-    completions begin, in tensors of both.
-    """
+    """Drop padding beyond a width of prompts and completions; in tensors of both, prompts end at `middle`."""
     prompt, completion = width
     begin = max(0, middle - prompt)
     shorter = {}

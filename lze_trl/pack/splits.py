@@ -23,12 +23,10 @@ class Capacity:
 
 def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost: float, most: int) -> list[int]:
     """
-    Split sorted rank rows into runs, each computed in one micro-step: those with the fewest tokens in all, where a run
-    costs `cost` further ones. Returns the boundaries, the first 0 and the last H.
-
-    A *rank row* is one row for each process; `prompts` and `completions` are its longest, shape `(H,)`, H > 0. If at most
-    `most` runs cannot hold the rank rows, the capacity grows. If more runs would be cheapest, a run costs as much more as it
-    takes to stay within `most`.
+    Split sorted rank rows (a row for each process, of which `prompts` and `completions` are the longest, `(H,)`) into
+    runs with the fewest tokens in all, where a run costs `cost` further ones. Returns the boundaries, from 0 to H. If
+    at most `most` runs cannot hold them, the capacity grows; if more would be cheapest, a run costs as much more as it
+    takes.
     """
     if fewest_runs(prompts, completions, capacity) > most:
         capacity *= _least_factor(lambda factor: fewest_runs(prompts, completions, capacity * factor) <= most)
@@ -53,10 +51,7 @@ def fewest_runs(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity
 
 
 def _padded_tokens(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity) -> list[np.ndarray]:
-    """
-    Count the padded tokens on one process of the runs that start at each rank row: of one rank row, of two, … while
-    they fit.
-    """
+    """Count the padded tokens of the runs of one, two, … rank rows that start at each rank row, while they fit."""
     most_rows = int(min(len(prompts), max(1.0, capacity.tokens / max(1, prompts.min() + completions.min()))))
     tokens = []
     for start in range(len(prompts)):

@@ -50,10 +50,7 @@ def weights_of_chosen(
 def weights_of_part(
     weights: np.ndarray, full_rows: int, mean_loss_tokens: float, geometry: Geometry, rng: np.random.Generator
 ) -> Weights:
-    """
-    Return the weights in a batch of which only a part was rolled out, and that is normalised as the full one:
-    `full_rows` rows with `mean_loss_tokens` each. The chosen rows are spread evenly, and at random, over the chunks.
-    """
+    """Return the weights in a batch normalised as a full one, of `full_rows` rows with `mean_loss_tokens` each."""
     count, chunk_rows = len(weights), full_rows / geometry.num_chunks
     return Weights(
         chunk=_random_chunks(count, geometry, rng),
@@ -79,10 +76,8 @@ def weights_of_full(
     geometry: Geometry,
 ) -> Weights:
     """
-    Return the weights in a batch that is normalised as TRL normalises the full batch.
-
-    Micro-step, process and loss tokens are those of all rows in TRL's own layout, shape `(B,)`; `chosen` are the indices of
-    the chosen rows and `weights` what they stand for, shape `(n,)`.
+    Return the weights in a batch that is normalised as TRL's full batch. Micro-step, process and loss tokens are those
+    of all rows in TRL's layout, `(B,)`; `chosen` are the chosen rows and `weights` what they stand for, `(n,)`.
     """
     chunk = slot // geometry.chunk_steps
     rows = np.bincount(chunk, minlength=geometry.num_chunks)
@@ -114,8 +109,7 @@ def loss_scale(
 ) -> tuple[float, np.ndarray | None]:
     """
     Return the factor that turns TRL's loss of a micro-batch into the rows' share of the batch, see [`row_share`]; and
-    weights of shape `(R,)` of the rows' own losses, where they differ from 1. `chosen` are the columns of [`Weights`]
-    and `loss_tokens`.
+    weights `(R,)` of the rows' own losses, where they differ from 1.
     """
     rows, filler = batch.rows[process], batch.filler[process]
     if filler.all():
@@ -136,10 +130,8 @@ def entropy_weights(
     batch: MicroBatch, process: int, scale: float, chosen: Table, geometry: Geometry
 ) -> np.ndarray | None:
     """
-    Return what the entropy of a token of each row weighs in TRL's entropy bonus, times A, shape `(R,)`. `None` where
-    `scale`, the factor of the micro-batch's loss, makes the bonus right already.
-
-    TRL averages the bonus over the tokens of a micro-batch, whatever the loss type: it weighs as a `"bnpo"` loss does.
+    Return what the entropy of a token of each row weighs in TRL's bonus, times A, `(R,)`; `None` where `scale` makes it
+    right already. TRL averages it over the tokens of a micro-batch, so it weighs as a `"bnpo"` loss does.
     """
     rows, filler = batch.rows[process], batch.filler[process]
     weights = chosen.weight[rows] * geometry.num_processes * geometry.chunk_steps / chosen.norm_tokens[rows]

@@ -46,10 +46,8 @@ class EmptyRows:
 @dataclass(kw_only=True)
 class Passes:
     """
-    Plans generation batches, one pass over the data after another.
-
-    The mode decides what happens to the slots of prompts that the planner leaves out: `"refill"` (other prompts get them, by rank),
-    `"skip"` (the batch is smaller), or `"none"` (no prompt is left out).
+    Plans generation batches, one pass over the data after another. By the mode, slots of prompts that the planner
+    leaves out go to others by rank (`"refill"`), or are dropped (`"skip"`); with `"none"`, no prompt is left out.
     """
 
     mode: str
@@ -102,11 +100,7 @@ class Passes:
         return begins_again
 
     def plan(self, inputs: list[dict[str, Any]]) -> Plan:
-        """
-        Plan the next generation batch; `inputs` are this process's rows from the data loader, each prompt G times.
-
-        The data loader gives the rows of a stream, and of a sampler of the user's own; else they come from the order of the training set.
-        """
+        """Plan the next generation batch; `inputs` are this process's rows of the data loader, each prompt G times."""
         if self.mode == "refill":
             return self.plan_next(self.num_groups)
         if self.by_loader:
@@ -166,10 +160,7 @@ class Passes:
         return np.repeat(np.arange(processes), [len(share) for share in np.array_split(np.empty(count), processes)])
 
     def load_local_share(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
-        """
-        Load the dataset rows of this process. Every process gets as many; the last ones may be surplus rows. `owner`, of shape `(n,)`
-        and ascending, is the process of each row, by default even shares.
-        """
+        """Load this process's rows, on all as many, with surplus ones at the end. `owner`, `(n,)`, is ascending."""
         owner = self.owners(len(rows)) if owner is None else owner
         own = rows[owner == self.accelerator.process_index]
         return self.load(np.append(own, np.repeat(rows[-1:], np.bincount(owner).max() - len(own))))
@@ -196,10 +187,8 @@ class Passes:
 
 def skip_plan(keeps: np.ndarray, group_size: int, num_processes: int) -> np.ndarray:
     """
-    Return the ascending positions of the prompts of a batch that are rolled out in the mode `"skip"`.
-
-    All processes must roll out the same number of completions. Where the prompts that the pass `keeps`, shape `(P,)`, do not
-    divide evenly, the first of the others are re-checked early.
+    Return the ascending positions of the prompts that are rolled out in the mode `"skip"`: those that the pass `keeps`,
+    `(P,)`, and as many of the first others as it takes for all processes to have the same number of completions.
     """
     unit = num_processes // math.gcd(num_processes, group_size)  # groups that divide evenly over the processes
     missing = -int(keeps.sum()) % unit

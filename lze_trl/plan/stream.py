@@ -28,15 +28,14 @@ _RECHECKED = 0.1  # share of what is dead to the end of a pass that is rolled ou
 
 class PromptStream:
     """
-    Asks the planner once per pass, and hands out the rows of the pass, highest rank first.
+    Asks the planner once per pass, and hands out the rows of the pass, highest rank first. A batch may straddle two
+    passes; it never holds a prompt twice. `prompt_ids`, `(N,)`, are the distinct ids of the training set; prompts that
+    the state knows from other data are no part of a pass. The first pass has the order of TRL's sampler, `first_order`,
+    `(N,)`.
 
-    A batch may straddle two passes; it never holds a prompt twice. `prompt_ids`, shape `(N,)`, are the distinct ids of the
-    training set; prompts that the state knows from other data are no part of a pass. The first pass has the order of TRL's
-    sampler, `first_order`, shape `(N,)`.
-
-    With a `window` above 1, the best of so many batches of the pass come first, and the others wait until its end: those whose groups are
-    the likeliest to be alive, by draws of what is believed of them. Once all have been among them and only dead ones are left, a share of
-    these ends the pass.
+    With a `window` above 1, the best of so many batches come first, and the others wait until the end of the pass:
+    those whose groups are the likeliest to be alive, by draws of what is believed of them. Once all have been among
+    them and only dead ones are left, a share of these ends the pass.
     """
 
     def __init__(
@@ -92,10 +91,7 @@ class PromptStream:
         return rows
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
-        """
-        Take the next `count` rows, all distinct. With `taken`, the rows that the batch already holds, these are further
-        ones, fewer where no active prompt is left.
-        """
+        """Take the next `count` rows, distinct from those `taken` by the batch: fewer if no active prompt is left."""
         held, self.passed_over = _NO_ROWS if taken is None else taken, _NO_ROWS
         batch = self._take_from_queue(count, held)
         # If rows are left in the queue, the batch holds them, so it has taken the whole pass
@@ -162,11 +158,8 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Return the pass, the prompts left of it, and the planner's state."""
-        own = {
-            "pass_index": np.array([self.pass_index], dtype=np.int64),
-            "left_out": self.left_out.copy(),
-            "queue": self.prompt_ids[self._queue],
-        }
+        own = {"pass_index": np.array([self.pass_index], dtype=np.int64), "left_out": self.left_out.copy()}
+        own["queue"] = self.prompt_ids[self._queue]
         if self.window > 1:
             own |= {"choices": np.array([self._choices]), "ranked": self._ranked.copy()}
         return own | {f"planner.{name}": array for name, array in self.planner.state_dict().items()}
@@ -204,10 +197,7 @@ class SamplerOrder(PromptStream):
 
 
 class GrowingStream(PromptStream):
-    """
-    Hands out prompts of a growing training set, the `pool` with its `prompt_ids`: new ones first, each `reuse` times, the next visits
-    after all others.
-    """
+    """Hands out prompts of a growing `pool`: new ones first, each `reuse` times, the next visits after all others."""
 
     def __init__(self, planner: Planner, state: PromptState, seed: int, pool: Any, reuse: int):
         super().__init__(planner, state, _NO_ROWS, seed)
@@ -244,10 +234,9 @@ class GrowingStream(PromptStream):
 
 class StreamedRows(IterableDataset):
     """
-    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads all of them, and accelerate gives
-    it its part of each batch; a stream of `datasets` it would share out by shards, which tears groups.
-
-    The place in the stream is the pass and how many of its rows batches have `taken`, which are read again to get there.
+    Rows of a stream for a data loader, in the order of TRL's `repeat_iterable_dataset`. Every process reads all of
+    them, and accelerate gives it its part of each batch; it would share a stream of `datasets` by shards, which tears
+    groups. A resume reads again the rows of the pass that batches have `taken`.
     """
 
     def __init__(self, rows: Any, group_size: int, num_groups: int = 1, repeats: int = 1):

@@ -83,10 +83,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
 
 
 def read_groups(folder: Path) -> list[dict[str, Any]]:
-    """
-    The groups of a profile in the order of the data, without their texts, each with the `place` of its line in the file. A line that was
-    cut off does not count.
-    """
+    """Read groups in the order of the data, without texts, each with the `place` of its line; a cut-off one is left."""
     groups, place = {}, 0
     if (path := folder / GROUPS).is_file():
         with open(path, "rb") as lines:

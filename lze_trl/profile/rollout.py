@@ -35,11 +35,10 @@ _ON_SERVERS = 1024  # completions that servers work on at a time
 
 def profile(trainer: Any, folder: Path, num_completions: int = 8, keep: tuple[float, float] | None = None) -> str:
     """
-    Roll out every prompt of a trainer's training set by its own engine, template and rewards, and write what is found into a folder. A
-    profile that was ended goes on. Nothing of it reaches the training of this trainer, which has not begun.
-
-    `keep` are the lowest and highest pass rate of the prompts that `folder/kept` gets. Returns the summary in words. Raises
-    [`ProfileError`] if the folder holds another profile, or such prompts cannot be profiled.
+    Roll out every prompt of a trainer's training set by its own engine, template and rewards, and write what is found
+    into a folder; a profile that was ended goes on. `keep` are the lowest and highest pass rate of the prompts in
+    `folder/kept`. Returns a summary. Raises [`ProfileError`] if the folder holds another profile, or the prompts do not
+    fit.
     """
     args = trainer.args
     refuse_processes(trainer.accelerator, "profile")

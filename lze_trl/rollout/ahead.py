@@ -14,15 +14,10 @@ _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
 
 class LookAhead:
     """
-    Asks a controller that decides on each group by its own completions what it will want next, as soon as these are there, so that
-    no group waits for the slowest completion of its round. Once the round has ended, it is scored as if nothing had been asked ahead:
-    a wrong forecast costs time, and changes no result.
-
-    Args:
-        rounds ([`~lze_trl.rollout.rounds.Rounds`]): Scores completions and remembers prompts.
-        pending ([`~lze_trl.rollout.rounds.Pending`]): The batch under way. Every active prompt gets as many completions.
-        drawn ([`Batch`]): The rounds before.
-        engine ([`~lze_trl.engine.TRLAdapter`]): Scores completions.
+    Asks a controller that decides on each group by its own completions what it will want next, as soon as these are
+    there, so that no group waits for the slowest completion of its round. The round is then scored as if nothing had
+    been asked ahead: a wrong forecast costs time, and changes no result. `drawn` are the rounds before the `pending`
+    one.
     """
 
     def __init__(self, rounds: Any, pending: Any, drawn: Batch, engine: Any):
@@ -35,10 +30,7 @@ class LookAhead:
         self._has_failed = False
 
     def __call__(self, arrived: dict[int, tuple[list[int], list[Any]]]) -> list[tuple[int, int]]:
-        """
-        Forecast what the next round will ask for: pairs of a place and a number of completions. Arrived are the prompt
-        tokens and the completions of the groups at some places; those that it has seen before are ignored.
-        """
+        """Forecast the next round by the groups that have arrived: pairs of a place and a number of completions."""
         new = {place: group for place, group in arrived.items() if place not in self._arrived}
         if not new or self._has_failed:
             return []

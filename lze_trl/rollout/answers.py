@@ -16,11 +16,9 @@ SURPLUS = "surplus"
 
 class Answers:
     """
-    The one place that decides which completions are truncated: by what the engine reports, or else by whether the last token is one of
-    `ends`. TRL passes on tokens alone, so a completion is recognised by the tokens of its prompt and its own.
-
-    The token `pad` stands for a completion of no tokens, which TRL does not expect; the loss does not cover it. If an engine reports
-    nothing and completions may stop at a text, completions of fewer than `limit` tokens are not truncated.
+    The one place that decides which completions are truncated: by what the engine reports, or else by whether the last
+    token is one of `ends`; below `limit` tokens none is. A completion is recognised by the tokens of its prompt and its
+    own. The token `pad` stands for a completion of no tokens, which TRL does not expect; the loss does not cover it.
     """
 
     def __init__(self, ends: Sequence[int], pad: int, limit: int = 0):
@@ -49,10 +47,7 @@ class Answers:
                     logprobs[i] = [one]
 
     def look_up(self, completions: list[list[int]], prompts: list[list[int]] | None = None, surplus: int = 0):
-        """
-        Look up the completions that are scored next; without their prompts, unless it has seen them with these. The last `surplus` ones
-        only even out processes.
-        """
+        """Look up the completions that are scored next; the last `surplus` ones only even out processes."""
         if prompts is not None or completions != self._seen:
             pairs = zip(prompts or [[]] * len(completions), completions, strict=True)
             reports = [self._noted.get((*prompt, *own), (self._is_cut(own), None)) for prompt, own in pairs]
@@ -64,10 +59,7 @@ class Answers:
         return len(completion) >= self.limit and (len(completion) == 0 or completion[-1] not in self.ends)
 
     def reasons(self, environments: Sequence[Any] | None) -> list[str | None]:
-        """
-        Return why each completion is left out: it has failed, in its environment or on every server, or is surplus;
-        else `None`.
-        """
+        """Return why each completion is left out: it has failed, or is surplus; else `None`."""
         of_episodes = failures(environments) or [None] * len(self._failed)
         return [failure or reason for failure, reason in zip(self._failed, of_episodes, strict=True)]
 

@@ -17,11 +17,10 @@ _TOLERANCE = 1e-3  # of the range of scores: batches of another size round diffe
 
 class Comparing:
     """
-    Knows which of the `reward_funcs` compare completions with each other, and checks functions that may.
-
-    The attribute `compares_completions` of a function is believed. Reward models, environments, and functions of this package and of TRL
-    score each completion by itself. Any other is called again with single completions of a round that has parts of groups, until it
-    has twice returned the same scores and these differed: the score of a lone completion cannot differ by a comparison.
+    Knows which of the `reward_funcs` compare completions with each other. The attribute `compares_completions` of a
+    function is believed; models, environments, and functions of this package and of TRL do not. Any other is called
+    again with single completions, until it has twice returned the same scores and these differed: a lone one's cannot
+    differ by a comparison.
     """
 
     def __init__(self, reward_funcs: Sequence[Any]):
@@ -38,10 +37,7 @@ class Comparing:
     def sampled_rows(
         self, columns: list[int], scores: np.ndarray, group: np.ndarray, rows_of_processes: list[np.ndarray]
     ) -> np.ndarray | None:
-        """
-        Return rows to score alone, shape `(8, W)`, some of each process, of groups with several rows if it has such rows. `None` if they
-        would show nothing, or a process has no row with a score. `scores` has shape `(B, F)` and `group` `(B,)`.
-        """
+        """Choose rows to score alone, `(8, W)`, of groups with several if possible; `None` if they show nothing."""
         in_company, scored = np.bincount(group)[group] > 1, ~np.isnan(scores[:, columns]).all(axis=1)
         sampled = []
         for rows in rows_of_processes:
@@ -55,10 +51,7 @@ class Comparing:
         return np.array(sampled).T if in_company.any() and differ.any() else None
 
     def check(self, columns: list[int], together: np.ndarray, alone: np.ndarray) -> list[int]:
-        """
-        Compare the scores of some rows among others with those of the same rows alone, both of shape `(8, W, len(columns))`. Return the
-        reward functions that fail the check.
-        """
+        """Return the functions that score rows otherwise alone than together, both `(8, W, len(columns))`."""
         span = np.ptp(np.nan_to_num(together), axis=(0, 1))
         same = np.abs(alone - together) <= _TOLERANCE * span
         same = (same | np.isnan(together)).all(axis=(0, 1))
@@ -72,8 +65,7 @@ def _mark(func: Any) -> bool | None:
     mark = getattr(func, "compares_completions", None)
     while isinstance(func, functools.partial):
         func = func.func
-    if mark is None:
-        mark = getattr(func, "compares_completions", None)
+    mark = getattr(func, "compares_completions", None) if mark is None else mark
     of_library = f"{func.__module__}.".startswith(("lze_trl.rewards.", "trl.")) and not hasattr(func, "__wrapped__")
     if mark is None and (of_library or isinstance(func, (nn.Module, GroupReward))):
         return False

@@ -55,10 +55,7 @@ class RolloutController(ABC):
         """
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        """
-        Return the number of further prompts for an update of `k` groups, asked before `draw` of every round but the
-        first.
-        """
+        """Return the number of further prompts for an update of `k` groups, asked before `draw` from round 1 on."""
         return 0
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:

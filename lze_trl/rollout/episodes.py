@@ -34,9 +34,7 @@ class EpisodeError(RuntimeError):
 def guarded(factory: Any, time_limit: float | None) -> Any:
     """
     Return an `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has
-    the reward `None`.
-
-    With a `time_limit` in seconds, each environment runs in a thread of its own, and a call that takes longer fails.
+    the reward `None`. With a `time_limit` in seconds, each runs in its own thread, and a call that takes longer fails.
     """
     if isinstance(factory, dict):
         return {name: guarded(one, time_limit) for name, one in factory.items()}
@@ -150,10 +148,7 @@ class Episodes:
         self._in_a_row: Counter[int] = Counter()  # by prompt id
 
     def observe(self, prompt_ids: Sequence[int], prompts: Sequence[Any], reasons: Sequence[str | None]):
-        """
-        Enter the episodes of this process, which were played at once. An [`EpisodeError`] if the last three or more of a prompt
-        have all failed; one that succeeds beside them shows that the prompt can be played.
-        """
+        """Enter this process's episodes; an [`EpisodeError`] if the last three or more of a prompt have all failed."""
         by_prompt: dict[int, list[int]] = defaultdict(list)
         for i, prompt_id in enumerate(prompt_ids):
             by_prompt[prompt_id].append(i)

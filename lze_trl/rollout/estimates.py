@@ -9,11 +9,8 @@ from ..batch import Batch, differ, places
 
 def represented(weights: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     """
-    Return what each of P prompts or groups counts for once chance has left some of them out, shape `(P,)`.
-
-    `weights` is what each counted for before, and `probabilities` with which probability each was drawn, 0 if it was not. What
-    chance has drawn shares the weights of all that were not certain, in proportion to 1 / probability. If chance has drawn
-    nothing, the weights stay as they are.
+    Return what each prompt or group counts for once chance has left some out, `(P,)`: those drawn share the `weights`
+    of all that were not certain, in proportion to 1 / probability. If chance has drawn nothing, the weights stay.
     """
     unsure = probabilities < 1.0
     shares = np.divide(weights, probabilities, out=np.zeros(len(weights)), where=unsure & (probabilities > 0))
@@ -26,12 +23,10 @@ def mean_over_full_batch(
     values: np.ndarray, group: np.ndarray, first_counts: np.ndarray, weights: np.ndarray
 ) -> float:
     """
-    Estimate the mean of a value of each row, shape `(B,)`, over groups that all have as many rows. Every group counts
-    for its `weights`, shape `(P,)`.
+    Estimate the mean of a value of each row, `(B,)`, over groups of equal size that count for their `weights`, `(P,)`.
 
-    Whether a group gets more rows may depend on the rows it has. So groups of different sizes count with the rows of their
-    first round alone, `first_counts` of each, shape `(P,)`: nothing was known of them when they were drawn, and the expected value is
-    that of the full batch.
+    Whether a group gets more rows may depend on those it has. So groups of different sizes count with the rows of their
+    first round, `first_counts`, `(P,)`: nothing was known of them then, and the expected value is the full batch's.
     """
     sizes = np.bincount(group, minlength=len(first_counts))
     if (sizes == sizes[0]).all():
@@ -42,10 +37,7 @@ def mean_over_full_batch(
 
 
 class StoppedGroups:
-    """
-    How many of the groups that a controller stops would be live, from those that chance has completed all the same. Each stands for
-    1 / probability, over the latest batches: a single one holds few of them.
-    """
+    """How many of the groups that a controller stops would be live, by those that chance has completed lately."""
 
     WINDOW = 512  # groups, stopped or completed by chance
 
@@ -53,10 +45,7 @@ class StoppedGroups:
         self._seen = np.zeros(2)  # decayed: weights of the live ones, and of all
 
     def live(self, alive: np.ndarray, completion_probability: np.ndarray) -> np.ndarray:
-        """
-        Enter groups that were begun, and return how many live ones each stands for, between 0 and 1: `alive` itself where a group was
-        certain to be completed; NaN where none has been completed by chance yet. All of shape `(P,)`; the probability is 0 for stopped groups.
-        """
+        """Enter groups that were begun; return how many live ones each stands for, 0 to 1, `(P,)`, NaN if unknown."""
         unsure = completion_probability < 1.0
         by_chance = unsure & (completion_probability > 0.0)
         represents = 1.0 / completion_probability[by_chance]
@@ -75,21 +64,15 @@ class StoppedGroups:
 @dataclass(frozen=True)
 class UniformSample:
     """
-    The completions of the first round, which were drawn before anything was known of the others; each prompt counts once. A prompt
-    without completions counts with what is remembered of it.
-
-    Attributes:
-        row_weights (float64, `(B,)`): Weight of each completion of the batch.
-        remembered (float64, `(n,)`): Remembered mean score of each prompt without completions; NaN if it has none.
-        live (float64, `(P + n,)`): How many live groups each prompt stands for, between 0 and 1: first prompts with completions, see
-            [`StoppedGroups`], then the others, by the forecast that their group is live. NaN where too little was drawn to estimate it.
-        planned (bool, `(P + n,)`): Whether each prompt was in the first round: how many join later depends on what was drawn.
+    The completions of the first round, which were drawn before anything was known of the others; each prompt counts
+    once. A prompt without completions counts with what is remembered of it.
     """
 
-    row_weights: np.ndarray
-    remembered: np.ndarray
+    row_weights: np.ndarray  # (B,): weight of each completion of the batch
+    remembered: np.ndarray  # (n,): mean score of each prompt without completions; NaN if it has none
+    # (P + n,): live groups, between 0 and 1, that each prompt stands for, first those with completions; NaN if unknown
     live: np.ndarray
-    planned: np.ndarray
+    planned: np.ndarray  # (P + n,), bool: in the first round, since how many join later depends on what was drawn
 
     def part(self, group: np.ndarray, chosen: np.ndarray) -> "UniformSample":
         """Return the sample of the `chosen` prompts, bool of the shape of `live`; `group` is that of each completion."""
@@ -112,10 +95,7 @@ class UniformSample:
         return found
 
     def moments(self, values: np.ndarray, remembered: np.ndarray | None = None) -> tuple[float, float]:
-        """
-        Return the mean, and the standard deviation with Bessel's correction, of something that each completion has,
-        and, where it is known, each other prompt. NaN does not count.
-        """
+        """Return mean and standard deviation (Bessel's) of completions and `remembered` prompts; NaN does not count."""
         weights = self.row_weights
         if remembered is not None:
             planned = self.planned[len(self.planned) - len(remembered) :]
@@ -138,11 +118,9 @@ def uniform_sample(
     joined: np.ndarray | None = None,
 ) -> UniformSample:
     """
-    Estimate what uniform sampling would have seen.
-
-    All of shape `(P,)`: the completions of each prompt in round 0; how many `live` groups it stands for, `None` to count the groups
-    of round 0; and the round in which it `joined` the batch (default: 0). Of shape `(n,)`, for the n prompts without completions: the
-    `remembered` mean scores, and `forecasts` of the probability that their groups are live.
+    Estimate what uniform sampling would have seen, by the completions of each prompt in round 0, how many `live` groups
+    it stands for (`None`: those of round 0), and the round in which it `joined` (default 0), all `(P,)`. The n prompts
+    without completions have `remembered` mean scores, and `forecasts` that their groups are live, `(n,)`.
     """
     in_round0 = places(rollouts.group) < round0_counts[rollouts.group]
     row_weights = np.where(in_round0, 1.0 / np.maximum(round0_counts, 1)[rollouts.group], 0.0)

@@ -20,10 +20,7 @@ class Evaluated:
     scored: list[np.ndarray] = field(default_factory=list)
 
     def begin(self, rewards_per_func: np.ndarray) -> int:
-        """
-        Enter a batch by its rewards of shape `(B, F)`, NaN where not applicable. Returns how many of its first rows
-        count.
-        """
+        """Enter a batch by its rewards, `(B, F)`. Returns how many of its first rows count."""
         real = int(min(len(rewards_per_func), self.count() - sum(self.rows)))
         known = ~np.isnan(rewards_per_func[:real])
         self.rows.append(len(rewards_per_func))

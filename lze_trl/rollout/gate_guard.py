@@ -23,12 +23,11 @@ class GateGuard:
     """
     Tests after every batch whether a gate pays, and has all groups drawn whole as long as it does not.
 
-    Live groups are cheaper with the gate if, and only if, what it stops would give fewer of them for each further completion than λ,
-    what its own completions give. This is estimated from groups that chance has drawn whole; each represents 1 / probability groups.
-    Capital is bet against what the guard believes, by a factor of 1 + bet · evidence for each prompt (Waudby-Smith and Ramdas, arXiv
-    2010.09686), and never falls below 1: an e-detector (Shin, Ramdas and Rinaldo, arXiv 2203.03532). As long as the belief is right in
-    every batch, the capital is expected to be at most n after n batches, and takes at least c batches on average to reach c, however
-    often one looks.
+    Live groups are cheaper with the gate if, and only if, what it stops would give fewer of them for each further
+    completion than λ, what its own completions give. This is estimated from groups that chance has drawn whole; each
+    represents 1 / probability groups. Capital is bet against what the guard believes, by a factor of 1 + bet · evidence
+    for each prompt (arXiv 2010.09686), and never falls below 1: an e-detector (arXiv 2203.03532). As long as the belief
+    is right, the capital takes at least c batches on average to reach c, however often one looks.
 
     A run begins with the gate. Without `on`, the gate always decides, and only the metrics are kept.
     """
@@ -41,10 +40,7 @@ class GateGuard:
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
 
     def with_guard_columns(self, prompts: Prompts, random_draws: np.ndarray, start: np.ndarray) -> Prompts:
-        """
-        Add the columns that a gate needs for its guard: of each prompt a random number, and the probability of having been started
-        (`start`, 0 if it was not), both of shape `(P,)`. While groups are drawn whole, no probability of being alive is too low.
-        """
+        """Add what a gate needs for its guard; while groups are drawn whole, no chance of being alive is too low."""
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
         columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
         return prompts.with_columns(alive_needed=needed, **columns)
@@ -76,10 +72,7 @@ class GateGuard:
         return self._recent[0] / max(self._recent[1], 1.0)
 
     def _bet(self, against_gate: np.ndarray):
-        """
-        Bet on the evidence of each prompt that the gate does not pay, numbers of at least −1 and of shape `(P,)`; or, while groups are
-        drawn whole, on the opposite. Change the belief if the bet wins.
-        """
+        """Bet on each prompt's evidence, at least −1, that the belief is wrong, `(P,)`; change it if the bet wins."""
         if not self.on:
             return
         evidence = -against_gate if self.draws_whole else against_gate
@@ -124,10 +117,9 @@ def guard_evidence(
     gate: Gate, state: PromptState, drawn: Batch, start: np.ndarray, completion: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Return what [`GateGuard.update`] needs of each prompt: `seen`, `started` and `whole`, each of shape `(P,)`.
-
-    `start` and `completion`, shape `(P,)`, are the probabilities with which prompts were started and groups completed, 0 where they were
-    not; without the latter all groups were drawn whole, and the gate is asked what it would have done.
+    Return `seen`, `started` and `whole` for [`GateGuard.update`], `(P,)` each, from the probabilities with which
+    prompts were started and groups completed; without the latter all were drawn whole, and the gate says what it would
+    have done.
     """
     if completion is not None:
         return start * completion, (drawn.sizes > 0).astype(np.float64), (completion > 0).astype(np.float64)

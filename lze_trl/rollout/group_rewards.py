@@ -51,10 +51,7 @@ class GroupReward(Protocol):
 def reader(
     reward: GroupReward, notes: Callable[[list[Any]], None], truncated: Callable[[], list[bool]], training: bool
 ) -> Callable:
-    """
-    Return a reward function for TRL to call in place of a group reward, whose column is overwritten once whole groups are there: it
-    hands the readings to `notes`. `truncated` says which of the completions are truncated.
-    """
+    """Return a function that TRL calls for a group reward: its readings go to `notes`, and rewards come later."""
 
     def placeholder(
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], log_extra: Callable, **kwargs: Any
@@ -92,12 +89,10 @@ def score_groups(
     final: bool = True,
 ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
     """
-    Score all groups; process g mod W scores group g. Every process gets the same answer.
-
-    `rewards` and `readings`, those of all B rows of all processes, go by the column of the reward function; `group` and `has_episode`,
-    which is false for a completion whose episode has failed, have shape `(B,)`. Returns the rewards of each column, of shape
-    `(B,)` and NaN for `None`; and metrics as means over the groups, with `concentration`, the share of the groups whose winner is
-    the commonest one.
+    Score all groups, the same on every process: process g mod W scores group g. `rewards` and `readings` go by the
+    column of the reward function; `group`, and `has_episode`, false where it has failed, have shape `(B,)`. Returns the
+    rewards of each column, `(B,)`, NaN for `None`; and metrics as means over the groups, with the share of the
+    commonest winner.
     """
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}

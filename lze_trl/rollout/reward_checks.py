@@ -60,12 +60,10 @@ def checked(
     reasons_now: Callable[[Any], Sequence[str | None]] = failures,
 ) -> Any:
     """
-    Return a reward function for TRL to call in place of `reward_func`: it returns one number or None for each completion, and its
-    exceptions say `name`. A reward model is returned as it is. What the function logs goes into the `notes`, if they are given, and
-    else to TRL. `reasons_now` says of environments why each completion is left out, as [`failures`] does: the function does not
-    see those.
-
-    NaN is refused as well: TRL turns it into "not applicable", so a bug in a reward would silently remove completions.
+    Return a reward function for TRL to call in place of `reward_func`: it returns numbers or None, and its exceptions
+    say `name`. What it logs goes into the `notes`, or else to TRL; it does not see completions with a reason in
+    `reasons_now`. NaN is refused: TRL turns it into "not applicable", so a bug in a reward would silently remove
+    completions.
     """
     if isinstance(reward_func, nn.Module):
         return reward_func

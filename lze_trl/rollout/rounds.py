@@ -85,10 +85,7 @@ class Pending:
         self.counts = counts
 
     def probabilities(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """
-        Return the probabilities with which chance has started each prompt and completed its group, shape `(P,)`; `None` where
-        it has decided nothing.
-        """
+        """Return with which probabilities prompts were started and completed, `(P,)`; `None` where all were."""
         count = len(self.plan.rows)
         start, completion = (
             None if probability is None else _padded(probability, count, 1.0)
@@ -110,7 +107,7 @@ class Rounds:
     comparing: Comparing
 
     def __post_init__(self):
-        self._warned: set[str] = set()
+        self._has_warned = False
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     # ---- Begin ----
@@ -163,7 +160,7 @@ class Rounds:
             return
         reason = engine.why_rounds_are_synchronous
         if reason is not None:
-            self._warn_once("rounds", "Groups wait for the slowest completion of each round: %s.", reason)
+            self._warn_once("Groups wait for the slowest completion of each round: %s.", reason)
         elif engine.over_http:
             pending.ahead = LookAhead(self, pending, drawn, engine)
 
@@ -190,10 +187,7 @@ class Rounds:
     # ---- Finish ----
 
     def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
-        """
-        Collect and score all rounds of a batch; `None` if the controller asks for no completions. It may add prompts to the plan. The
-        update wants K = `wanted` groups.
-        """
+        """Collect and score all rounds of a batch, for an update of `wanted` groups; `None` without completions."""
         parts: list[Batch] = []
         while pending.request is not None:
             if len(parts) == MAX_ROUNDS:
@@ -217,10 +211,7 @@ class Rounds:
         return self._with_estimates(self._joined_rounds(parts, pending.plan, engine, final=True), pending)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch:
-        """
-        Return the scored completions of a round, those of all processes. Their scores enter the range of the run, unless rewards of whole
-        groups are missing.
-        """
+        """Return the scored completions of a round, those of all processes."""
         is_checked = pending.in_parts and bool(self.comparing.unknown)
         with _whole_groups_suggested() if is_checked else nullcontext():
             held, numbers, rewards_per_func = engine.generate_and_score(pending.request, pending.ahead)
@@ -273,10 +264,7 @@ class Rounds:
     def score(
         self, rewards_per_func: torch.Tensor, weights: torch.Tensor, group_size: int, of_groups: Sequence[int] = ()
     ) -> dict[str, np.ndarray]:
-        """
-        Return the row columns that follow from rewards of shape `(B, F)`: `rewards` (totals), `signals` and `scores`, each of shape
-        `(B,)`. Each group has `group_size` completions if rewards are normalised within it. `of_groups` are the columns of group rewards.
-        """
+        """Return `rewards` (totals), `signals` and `scores`, `(B,)` each, by rewards `(B, F)` of groups of one size."""
         weights = weights.to(rewards_per_func.device)
         totals = total_rewards(rewards_per_func, weights)
         compared = signals(rewards_per_func, weights, self.args.multi_objective_aggregation, group_size)
@@ -298,10 +286,7 @@ class Rounds:
             )
 
     def _with_group_rewards(self, batch: Batch, engine: Any, final: bool = True) -> Batch:
-        """
-        Add the rewards of whole groups, if there are such rewards. Unless they are `final`, they change no range, and a controller that
-        may still add completions gets other signals, see [`_signals_so_far`].
-        """
+        """Add rewards of whole groups, if any; unless `final`, they change no range, and groups may still grow."""
         readings = {
             int(name.removeprefix(READINGS)): batch.gathered(values)
             for name, values in batch.held.items()
@@ -324,9 +309,8 @@ class Rounds:
             batch.held = {name: values for name, values in batch.held.items() if not name.startswith(READINGS)}
         elif not self.controller.draws_prompts:
             of_groups, _ = score_all(final=False)
-            batch = batch.with_rows(
-                signals=_signals_so_far(with_columns(per_func, of_groups), weights, list(of_groups))
-            )
+            so_far = _signals_so_far(with_columns(per_func, of_groups), weights, list(of_groups))
+            batch = batch.with_rows(signals=so_far)
         return batch
 
     def _outcomes(self, scores: np.ndarray, final: bool) -> np.ndarray:
@@ -362,10 +346,7 @@ class Rounds:
     # ---- Estimates ----
 
     def _with_estimates(self, batch: Batch, pending: Pending) -> Batch:
-        """
-        Add what the full batch, and one of uniform sampling, would have been, and leave out prompts that got no completion. Prompts that
-        joined late are certain.
-        """
+        """Add estimates of the full batch and of uniform sampling, and leave out prompts without completions."""
         count = batch.num_groups
         first_counts = _padded(pending.first_round_counts, count, 0)
         has_rows, (start, completion) = first_counts > 0, pending.probabilities()
@@ -403,16 +384,15 @@ class Rounds:
 
     # ---- Warnings ----
 
-    def _warn_once(self, what: str, message: str, *args: Any):
-        """Warn of something the first time."""
-        if what not in self._warned:
-            self._warned.add(what)
+    def _warn_once(self, message: str, *args: Any):
+        """Warn, the first time, that groups wait for each other."""
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(message, *args)
 
     def cannot_look_ahead(self, error: Exception):
         """Warn once that a reward function has failed while the round was under way, and say what to do."""
         self._warn_once(
-            "rounds",
             "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
             "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
             "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",

@@ -5,10 +5,7 @@ from trl.trainer.utils import nanstd
 
 
 def total_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """
-    Return the weighted sum of the rewards `(B, F)` of each completion, in TRL's own arithmetic: shape `(B,)`. A reward
-    is NaN where its function does not apply, a total where none does.
-    """
+    """Return the weighted sum of rewards `(B, F)` in TRL's arithmetic, `(B,)`; NaN where no function applies."""
     totals = (rewards_per_func * weights).nansum(dim=1)
     totals[torch.isnan(rewards_per_func).all(dim=1)] = torch.nan
     return totals
@@ -18,9 +15,8 @@ def signals(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, aggregation: str, num_generations: int
 ) -> torch.Tensor:
     """
-    Return what TRL's advantages compare within a group, shape `(B,)`, NaN where no function applies. With the
-    `aggregation` `"sum_then_normalize"` that are the totals; with `"normalize_then_sum"` (arXiv 2601.05242) the
-    weighted sum of each function's rewards after normalisation within the group, the rows being P groups of
+    Return what TRL's advantages compare within a group, `(B,)`, NaN where no function applies: totals, or by
+    "normalize_then_sum" (arXiv 2601.05242) weighted sums of rewards that are normalised within P groups of
     `num_generations`.
     """
     if aggregation == "sum_then_normalize":

@@ -53,11 +53,7 @@ class SamplingWatch(LogitsProcessor):
     def token_logprobs(
         self, completion_ids: list[list[int]], masks: list[list[int]] | None = None
     ) -> list[list[float]] | None:
-        """
-        Return the log-probability of each generated token of the completions, which has 1 in its mask. An answer to a
-        tool's result is a generation of its own, of the completions that have one. `None` if others were generated: by
-        an engine that cannot be watched, or in an order of its own.
-        """
+        """Return the log-probability of each generated token, with 1 in its mask; `None` if others were watched."""
         masks = masks or [[1] * len(ids) for ids in completion_ids]
         turns = [_generated_turns(ids, mask) for ids, mask in zip(completion_ids, masks, strict=True)]
         if max(map(len, turns), default=0) != len(self._turns):
@@ -81,10 +77,7 @@ class SamplingWatch(LogitsProcessor):
 
 
 def _generated_turns(ids: list[int], mask: list[int]) -> list[list[int]]:
-    """
-    Return the tokens that the model generated, before, between and after the results of tools; nothing where an answer
-    was cut off whole.
-    """
+    """Return the tokens that the model generated, before, between and after the results of tools."""
     turns: list[list[int]] = [[]]
     for generated, run in groupby(zip(ids, mask, strict=True), key=lambda token: bool(token[1])):
         if generated:

@@ -34,10 +34,8 @@ def group_advantages(
     rewards: np.ndarray, group: np.ndarray, num_groups: int, scale: Scale, weights: np.ndarray | None = None
 ) -> np.ndarray:
     """
-    Return GRPO's advantages: reward minus the mean of the group, divided by (σ + 1e-4) where scaled; float64.
-
-    For groups of equal size this is TRL's `multi_objective_aggregation="sum_then_normalize"` and `scale_rewards`. `rewards`
-    are totals of all completions drawn, NaN where unknown. Exactly 0 there, and where the known rewards of a group are equal.
+    Return GRPO's advantages, float64: reward minus the mean of the group, divided by (σ + 1e-4) where scaled. For
+    groups of one size they are TRL's. Exactly 0 where a reward is NaN, and where a group's known rewards are equal.
     """
     # Equal rewards are found by comparison: their mean may differ from them in its last bit
     alive = differ(rewards, group, num_groups)

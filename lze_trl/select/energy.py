@@ -11,10 +11,7 @@ def anchor(first_pass_rates: np.ndarray, difficulty_floor: float = 0.05) -> np.n
 
 
 def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int) -> np.ndarray:
-    """
-    Return the outcome uncertainty u, four times the variance of the outcomes of each group, shape `(P,)`: 4·p·(1 − p)
-    for passes and fails. Exactly 0 if all scored outcomes are equal.
-    """
+    """Return u, 4 · variance of the outcomes of each group, `(P,)`: 4·p·(1 − p) for passes; exactly 0 if all equal."""
     uncertainty = 4.0 * group_variance(outcomes, group, num_groups)
     return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
 
@@ -42,10 +39,9 @@ def score_groups(
     named_outcome: bool = False,
 ) -> Table:
     """
-    Score every group of a generation batch. A group without a scored completion has pass rate NaN and energy 0.
-
-    Arrays have shape `(P,)`: pass rate at the first visit and moving average (NaN before the first visit), number of visits,
-    and whether this visit is a re-check of a pruned prompt. With `named_outcome`, the outcomes alone decide what is solved.
+    Score every group; one without a scored completion has pass rate NaN and energy 0. Arrays have shape `(P,)`: pass
+    rate at the first visit and moving average (NaN before it), visits, and whether this one re-checks a pruned prompt.
+    With `named_outcome`, the outcomes alone decide what is solved.
     """
     num_groups, group = rollouts.num_groups, rollouts.group
     alive, pass_rates = rollouts.alive, group_mean(rollouts.outcomes, group, num_groups)

@@ -119,10 +119,8 @@ def choose_groups(
     make_rng: Callable[[], np.random.Generator],
 ) -> np.ndarray:
     """
-    Choose the groups of a generation batch to train on, shape `(P,)`, bool.
-
-    `loss_tokens` counts the tokens of each group that the loss covers. With `fills_update`, prompts were drawn until `k`
-    groups were alive: only live groups are chosen, at most `k`. Each generator of `make_rng` has the same numbers.
+    Choose the groups to train on, `(P,)`, bool. `loss_tokens` counts those of each group that the loss covers. With
+    `fills_update`, only live groups are chosen, at most `k`. Each generator of `make_rng` has the same numbers.
     """
 
     def among(candidates: np.ndarray, at_most: int | None = None) -> np.ndarray:
