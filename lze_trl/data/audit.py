@@ -44,10 +44,8 @@ def audit(references: list[str], model: str | None = None, **kwargs) -> tuple[pd
         unread = [gold for gold in golds if gold not in placeholders and not _can_be_scored(gold)]
         characters = [len(text_of(prompt)) for prompt in prompts]
         lengths = np.percentile(characters, [0, 50, 95, 100], method="nearest").tolist()
-        counts |= {
-            "unread": sum(golds[gold] for gold in unread),
-            "stand-in": sum(golds[gold] for gold in placeholders),
-        }
+        counts["unread"] = sum(golds[gold] for gold in unread)
+        counts["stand-in"] = sum(golds[gold] for gold in placeholders)
         rows.append(counts | {"prompt": "/".join(map(str, lengths))})
         notes.append(f"{source}: {dataset.info.description}")
         notes += [f"{source}: cannot be read: {gold[:_EXAMPLE_CHARACTERS]!r}" for gold in unread[:_MAX_EXAMPLES]]

@@ -24,13 +24,8 @@ KNOWN = {
 }
 """Names by which columns are recognised: the first that is there, and all contexts."""
 
-_CHOICE_ANSWERS = (
-    "answerKey",
-    "correct_answer",
-    "correct_option",
-    "correct",
-    "label",
-)  # the right option, beside those above
+# Columns with the right option, beside the answer columns above
+_CHOICE_ANSWERS = ("answerKey", "correct_answer", "correct_option", "correct", "label")
 _SAMPLE = 1_000
 
 
@@ -69,9 +64,9 @@ class Columns:
 
     def describe(self) -> str:
         """Say in one line what is read from which column."""
-        words = [f"problem from {' + '.join((*self.contexts, self.prompt))}"]
-        words += [f"options from {self.options}"] if self.options else []
-        return ", ".join([*words, f"gold answer from {self.answer}" if self.answer else "no gold answer"])
+        options = f", options from {self.options}" if self.options else ""
+        gold = f", gold answer from {self.answer}" if self.answer else ", no gold answer"
+        return f"problem from {' + '.join((*self.contexts, self.prompt))}{options}{gold}"
 
     def problem(self, row: dict[str, Any], index: int) -> list[dict[str, Any]]:
         """
@@ -93,9 +88,8 @@ class Columns:
         if not plain or not plain[-1]["content"].strip():
             return []
         question = plain[-1]["content"]
-        before = [
-            text for name in self.contexts if (text := str(value_at(row, name) or "").strip()) and text not in question
-        ]
+        contexts = [str(value_at(row, name) or "").strip() for name in self.contexts]
+        before = [text for text in contexts if text and text not in question]
         lettered = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, self._options(row)[1], strict=False)]
         whole = "\n".join(["\n\n".join([*before, question]), *lettered])
         return [*plain[:-1], {**plain[-1], "content": whole}]
@@ -124,7 +118,6 @@ class Columns:
             raise DataError(f"{self.source!r}, column {self.answer!r}: {error} {advice('answer_column')}") from error
 
     def _options(self, row: dict[str, Any]) -> tuple[list[str], list[str]]:
-        """Return labels and texts of the options of a row."""
         value, labels = (value_at(row, self.options) if self.options else None) or [], None
         if isinstance(value, dict) and "text" not in value:  # a text for each label
             value = [{"label": label, "text": text} for label, text in value.items() if text is not None]
@@ -146,14 +139,13 @@ class Columns:
             return "label"
         rows = [(self._answer_text(row), *self._options(row)) for row in self._rows_with_answer]
         golds = [(gold, labels, texts) for gold, labels, texts in rows if gold and texts]
-        hits = {
-            name: sum(
-                _option_index(name, _boxed_or_marked(gold) or gold, *options) is not None for gold, *options in golds
-            )
-            for name in ("label", "text", "number", "number from 1")
-        }
-        best = max(hits, key=lambda name: hits[name])
-        if 2 * hits[best] < len(golds):
+
+        def hits(reading: str) -> int:
+            named = (_option_index(reading, _boxed_or_marked(gold) or gold, *options) for gold, *options in golds)
+            return sum(index is not None for index in named)
+
+        best = max(("label", "text", "number", "number from 1"), key=hits)
+        if 2 * hits(best) < len(golds):
             raise DataError(
                 f"{self.source!r} lists options in {self.options!r}, and most gold answers in {self.answer!r} name none of them, "
                 f"such as {golds[0][0]!r} for {golds[0][2]}. {advice('answer_column')}"
@@ -195,7 +187,6 @@ class Columns:
         return found
 
     def _column_names(self) -> str:
-        """List the columns of the table, for errors."""
         empty = [name for name in self._features if not self._rows_with(name)]
         return f"{sorted(self._features)}" + (f", of which {empty} hold nothing in any row" if empty else "")
 
@@ -214,7 +205,6 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _boxed_or_marked(text: str | None) -> str | None:
-    """Return the boxed or marked answer of a worked solution."""
     return None if text is None else last_boxed(text) or marked_answer(text)
 
 

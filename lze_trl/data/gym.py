@@ -11,9 +11,6 @@ from ..rewards.gym import COLUMN, find_task
 from .sources import GYM, DataError
 
 
-_DEFAULTS = {"size": 1000, "seed": 0}
-
-
 def load_gym(reference: str) -> Dataset:
     """
     Make the problems of a task, with the columns `problem`, `answer`, `difficulty` (JSON) and the entry that its verifier reads (JSON).
@@ -22,7 +19,8 @@ def load_gym(reference: str) -> Dataset:
     defaults to 1,000 and `seed` to 0. Raises [`DataError`] if the package, the task or a field is not there, or a value is wrong.
     """
     task, _, query = reference.removeprefix(GYM).partition("?")
-    fields: dict[str, Any] = _DEFAULTS | {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
+    fields: dict[str, Any] = {"size": 1000, "seed": 0}
+    fields |= {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
     try:
         dataset, config = find_task(task)
         return Dataset.from_list([_row(task, entry) for entry in dataset(config(**fields))])
@@ -32,10 +30,9 @@ def load_gym(reference: str) -> Dataset:
 
 def _row(task: str, entry: dict[str, Any]) -> dict[str, str | None]:
     metadata = entry["metadata"] | {"source_dataset": task}
-    answer = None if entry["answer"] is None else str(entry["answer"])
     return {
         "problem": entry["question"],
-        "answer": answer,
+        "answer": None if entry["answer"] is None else str(entry["answer"]),
         "difficulty": json.dumps(metadata.get("difficulty")),
         COLUMN: json.dumps(entry | {"metadata": metadata}, default=str),
     }

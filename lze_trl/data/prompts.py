@@ -127,9 +127,8 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
         for name, feature in table.features.items():
             common = _MESSAGES if name == "prompt" else Value("string")
             features[name] = feature if features.get(name, feature) == feature else common
-    return concatenate_datasets(
-        [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
-    )
+    alike = [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
+    return concatenate_datasets(alike)
 
 
 def _undecoded(table: Dataset) -> Dataset:

@@ -52,7 +52,6 @@ def run(flags: argparse.Namespace) -> Path:
 
 
 def _evaluation(flags: argparse.Namespace) -> Evaluation:
-    """Make the evaluation that flags describe."""
     sampling = {"temperature": 1.0} if flags.samples > 1 else {}
     length: dict[str, Any] = {"max_tokens": None} if flags.server else {}
     decoding = Decoding(**length | sampling | decoding_flags(flags))

@@ -53,14 +53,16 @@ class SampleRequest:
         return int.from_bytes(digest[:8], "big") >> 1
 
 
+Answered = tuple[SampleRequest, Output]
+"""A request with its completion."""
+
+
 class Sampler(Protocol):
     """Completes requests, and yields each with its output as soon as it is there."""
 
     name: str
 
-    def generate(
-        self, requests: Iterable[SampleRequest], decoding: Decoding
-    ) -> Iterator[tuple[SampleRequest, Output]]: ...
+    def generate(self, requests: Iterable[SampleRequest], decoding: Decoding) -> Iterator[Answered]: ...
 
 
 class TransformersEngine:
@@ -92,9 +94,7 @@ class TransformersEngine:
             ) from error
         return cls(loaded.eval(), tokenizer, batch_size, model)
 
-    def generate(
-        self, requests: Iterable[SampleRequest], decoding: Decoding
-    ) -> Iterator[tuple[SampleRequest, Output]]:
+    def generate(self, requests: Iterable[SampleRequest], decoding: Decoding) -> Iterator[Answered]:
         """Complete requests in batches of similar prompt length, the longest first."""
         prompts = [(request, self._tokens(request.problem)) for request in requests]
         prompts.sort(key=lambda pair: -len(pair[1]))
@@ -107,9 +107,7 @@ class TransformersEngine:
         if isinstance(problem.prompt, str):
             return self.tokenizer(problem.prompt)["input_ids"]
         if self.tokenizer.chat_template is None:
-            raise EvaluationError(
-                f"The tokenizer of {self.name!r} has no chat template. Use `--no_chat` for plain prompts."
-            )
+            raise EvaluationError(f"{self.name!r} has no chat template. Use `--no_chat` for plain prompts.")
         encoded: Any = self.tokenizer.apply_chat_template(problem.prompt, add_generation_prompt=True, return_dict=True)
         return encoded["input_ids"]
 
@@ -198,9 +196,7 @@ class ServerEngine:
             raise EvaluationError(f"The servers serve different models: {served}. Give those of one model.")
         return cls(pool, pool.servers[0].model)
 
-    def generate(
-        self, requests: Iterable[SampleRequest], decoding: Decoding
-    ) -> Iterator[tuple[SampleRequest, Output]]:
+    def generate(self, requests: Iterable[SampleRequest], decoding: Decoding) -> Iterator[Answered]:
         """Complete requests, in whatever order the servers finish."""
         shortest = min(server.max_model_len for server in self.pool.servers)
         if decoding.max_tokens is not None and decoding.max_tokens >= shortest:

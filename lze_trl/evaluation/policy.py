@@ -11,8 +11,7 @@ from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.models import unwrap_model_for_generation
 
-from ..servers.client import Output
-from .engines import Sampler, SampleRequest, ServerEngine, TransformersEngine
+from .engines import Answered, Sampler, SampleRequest, ServerEngine, TransformersEngine
 from .settings import Decoding
 
 
@@ -39,10 +38,8 @@ def engine_of(trainer: GRPOTrainer) -> OpenSampler:
         model, was_training = trainer.model_wrapped, own.training
         processing: Any = trainer.processing_class
         tokenizer = processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
-        settings: dict[str, Any] = {
-            "gather_deepspeed3_params": args.ds3_gather_for_generation,
-            "gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs,
-        }
+        settings: dict[str, Any] = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
+        settings |= {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
         with (
             unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
             DistributedBackend(accelerator).summon_full_params(model, recurse=False),
@@ -69,17 +66,13 @@ class SharedEngine:
         self.engine, self.name = engine, engine.name
         self.count, self.rank = accelerator.num_processes, accelerator.process_index
 
-    def generate(
-        self, requests: Iterable[SampleRequest], decoding: Decoding
-    ) -> Iterator[tuple[SampleRequest, Output]]:
+    def generate(self, requests: Iterable[SampleRequest], decoding: Decoding) -> Iterator[Answered]:
         """Complete requests, on the main process."""
         requests, size = list(requests), self.engine.batch_size * self.count
         for begin in range(0, len(requests), size):
             yield from self.take_part((requests[begin : begin + size], decoding))
 
-    def take_part(
-        self, asked: tuple[list[SampleRequest], Decoding] | None = None
-    ) -> list[tuple[SampleRequest, Output]]:
+    def take_part(self, asked: tuple[list[SampleRequest], Decoding] | None = None) -> list[Answered]:
         """Complete this process's part of what the main one asks for. Returns all of it, or nothing at the end."""
         shared = [asked]
         broadcast_object_list(shared)

@@ -94,7 +94,6 @@ class Evaluation:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def _sampled(self, engine: Sampler, task: str, progress: bool) -> list[Sample]:
-        """Ask for all samples of a task, score them, and return them in order."""
         requests = [SampleRequest(problem, i) for problem in self.tasks[task] for i in range(self.samples)]
         samples = {}
         answers = engine.generate(requests, self.decoding)

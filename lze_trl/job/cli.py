@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None):
         except ModuleNotFoundError as error:
             if namespace.command not in (_app, _report):
                 raise
-            raise RecipeError(
-                f"This command needs `{error.name}`. Install it with `pip install 'lze-trl[app]'`."
-            ) from error
+            raise RecipeError(f"This command needs `{error.name}`: pip install 'lze-trl[app]'") from error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -114,9 +112,6 @@ def _range(text: str) -> tuple[float, float]:
     raise argparse.ArgumentTypeError(f"must be two pass rates such as 0.05:0.95, got {text}")
 
 
-# ---- train ----
-
-
 def launch_command(namespace: argparse.Namespace, flags: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Turn the arguments of `lze-trl train` into those of `accelerate launch`; also return the named accelerate configuration."""
     command, config = ["--quiet"], {}  # the job reports an error once, and not again by the launcher
@@ -182,9 +177,6 @@ def _train(namespace: argparse.Namespace, flags: list[str]):
             dry_run(arguments, int(namespace.num_processes or config.get("num_processes", 1)))
         else:
             run_accelerate(command)
-
-
-# ---- The others ----
 
 
 def _data(namespace: argparse.Namespace, flags: list[str]):

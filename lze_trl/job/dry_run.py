@@ -111,10 +111,9 @@ def uses_ratio(args: LZEGRPOConfig, controller: RolloutController) -> bool:
 def in_force(args: LZEGRPOConfig, controller: RolloutController, pruning: str) -> str:
     """Name the strategy, and the settings of it that have an effect."""
     ratio = f" of {args.selection_ratio:g}" if uses_ratio(args, controller) else ""
-    planner = "" if pruning == "none" else f" by planner {args.planner}"
-    return (
-        f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, pruning {pruning}{planner}"
-    )
+    if pruning != "none":
+        pruning += f" by planner {args.planner}"
+    return f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, pruning {pruning}"
 
 
 def backend(args: LZEGRPOConfig) -> str:

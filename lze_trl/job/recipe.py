@@ -37,12 +37,8 @@ class LZEScriptArguments:
     eval_datasets: list[str] = _flag([], "Evaluation sets, held out from training.")
     max_eval_samples: int | None = _flag(None, "Number of prompts to read from each evaluation set. Default: all.")
     eval_tasks: list[str] = _flag([], "Tasks of `lze-trl eval`, or .jsonl files, evaluated with the recipe's prompts.")
-    eval_tasks_steps: int = _flag(
-        100, "Steps between evaluations on `eval_tasks`; also before the first and after the last."
-    )
-    eval_tasks_samples: int = _flag(
-        1, "Samples of each problem: 1 is greedy, several have the training's temperature."
-    )
+    eval_tasks_steps: int = _flag(100, "Steps between evaluations on `eval_tasks`; also before and after training.")
+    eval_tasks_samples: int = _flag(1, "Samples a problem: 1 is greedy, several have the training's temperature.")
     eval_tasks_limit: int | None = _flag(None, "Number of problems of each task. Default: all.")
     probe_datasets: list[str] = _flag(
         [],
@@ -173,7 +169,6 @@ def _refuse_unreadable_mapping(name: str, value: Any):
 
 
 def _refuse(unknown: str):
-    """Raise the error for an unknown key, given as a flag."""
     name = unknown.lstrip("-").replace("-", "_")
     if not unknown.startswith("--"):
         raise RecipeError(f"Unexpected argument `{unknown}`. Flags are written `--name value`.")

@@ -254,8 +254,7 @@ def read_answer(completion: str) -> Answer | None:
 
 
 def _read_completion(text: str) -> Answer | None:
-    answer = _read_boxed_or_marked(text)
-    if answer is not None:
+    if (answer := _read_boxed_or_marked(text)) is not None:
         return answer
     if re.search(_BOX.pattern + r"\{", text):
         return None  # cut off within the box

@@ -183,7 +183,6 @@ class MajorityReward:
         return Verdict(rewards, metrics, winner)
 
     def _reasons(self, counts: np.ndarray, total: int) -> dict[str, bool]:
-        """Return which reasons to abstain apply, from the votes of each class and the number of completions."""
         next_most, most = np.sort(counts)[-2:]
         low, high = self.bounds
         share, valid_share = float(most / total), float(counts.sum() / total)
@@ -199,6 +198,5 @@ def _most_frequent(texts: Sequence[str | None]) -> str | None:
 
 
 def _label_metrics(winner: str | None, gold: Any) -> dict[str, float]:
-    """Check the winner against the gold answer, if there is one that can be read."""
     score = None if winner is None or gold is None else grade(f"\\boxed{{{winner}}}", gold).score
     return {} if score is None else {"label_precision": score}

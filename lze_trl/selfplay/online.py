@@ -64,9 +64,8 @@ class OnlineInstruction:
         with nullcontext() if self.writer.generator else policy() as engine:
             if self._accelerator.is_main_process:
                 own_problems = self.pool.rows["text"][self.pool.rows["alive"]].tolist()
-                ask = engine.generate if engine else None
                 try:
-                    new = self.writer.write(missing, own_problems, ask)
+                    new = self.writer.write(missing, own_problems, engine.generate if engine else None)
                     shared = [(new, self.writer.rounds, self.writer.rejected)]
                 except InstructError as error:
                     shared = [error]

@@ -29,9 +29,8 @@ class PromptPool:
     def __init__(self, write: Callable[[str], Any], columns: Sequence[str] = ()):
         self._write = write
         self._columns = {name: "self-instruct" if name == "source" else None for name in columns}
-        self.rows = pd.DataFrame({name: [] for name in _COLUMN_TYPES}, index=pd.Index([], dtype=np.int64)).astype(
-            _COLUMN_TYPES
-        )
+        empty = pd.DataFrame({name: [] for name in _COLUMN_TYPES}, index=pd.Index([], dtype=np.int64))
+        self.rows = empty.astype(_COLUMN_TYPES)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..evaluation.engines import Output, SampleRequest
+from ..evaluation.engines import Answered, SampleRequest
 from ..evaluation.settings import Decoding
 from ..evaluation.tasks import Problem
 from ..memory.identity import prompt_id
@@ -22,7 +22,7 @@ from .templates import SYSTEM_PROMPT, Item, read_problems, request_text
 
 logger = logging.getLogger(__name__)
 
-Ask = Callable[[list[SampleRequest], Decoding], Iterable[tuple[SampleRequest, Output]]]
+Ask = Callable[[list[SampleRequest], Decoding], Iterable[Answered]]
 """Completes requests, in any order."""
 
 Generator = Callable[[list[str], np.random.Generator], Sequence[str] | str]
@@ -85,8 +85,8 @@ class Writer:
                 "`own` in `self_play`."
             )
         if dropped:
-            words = in_words(dropped)
-            logger.warning("%d of %d seeds are not shown to the model: %s.", dropped.total(), len(texts), words)
+            message = "%d of %d seeds are not shown to the model: %s."
+            logger.warning(message, dropped.total(), len(texts), in_words(dropped))
 
     @cached_property
     def known(self) -> OverlapIndex:
@@ -140,12 +140,11 @@ class Writer:
         return None if self.generator else reason_to_reject(item)
 
     def _exemplars(self, place: int, own: Sequence[str]) -> list[str]:
-        """Choose the exemplars of a request, in random order."""
         rng = self._rng(place, "exemplars")
         own_count = min(self.settings.own, len(own))
         chosen = [own[i] for i in rng.choice(len(own), own_count, replace=False)] if own_count else []
-        seeds = rng.choice(len(self._shown), self.settings.examples - own_count, replace=False)
-        chosen += [self._shown[i] for i in seeds]
+        seed_count = self.settings.examples - own_count
+        chosen += [self._shown[i] for i in rng.choice(len(self._shown), seed_count, replace=False)]
         return [chosen[i] for i in rng.permutation(len(chosen))]
 
     def _rng(self, place: int, purpose: str) -> np.random.Generator:
@@ -158,15 +157,16 @@ class Writer:
         return [[Item(text.strip(), True) for text in texts if text.strip()] for texts in answers]
 
     def _asked(self, shown: list[list[str]], ask: Any) -> list[list[Item]]:
-        name = f"write-{self.rounds}"
-        requests = [SampleRequest(Problem(name, self._prompt(texts), None), i) for i, texts in enumerate(shown)]
+        problems = [Problem(f"write-{self.rounds}", self._prompt(texts), None) for texts in shown]
+        requests = [SampleRequest(problem, i) for i, problem in enumerate(problems)]
         answers = {request.sample: output for request, output in ask(requests, self.decoding)}
         return [read_problems(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
 
     def _prompt(self, exemplars: list[str]) -> str | list[dict[str, str]]:
         text = request_text(exemplars)
-        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
-        return messages if self.decoding.chat else text
+        if not self.decoding.chat:
+            return text
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
 
 
 def id_in_words(text: str) -> str:

@@ -108,17 +108,15 @@ class VLLMServer:
         self.url = without_secrets(self._base_url)  # for messages
         self.host, self.request_timeout = str(parts.hostname), request_timeout
         self.model = self.dtype = self.logprobs_mode = ""
-        self.served_name = (
-            ""  # the name by which requests ask for the weights of the last load: the model's, or an adapter's
-        )
+        # By which requests ask for the weights of the last load: the model's name, or an adapter's
+        self.served_name = ""
         self.max_model_len = 0
         self.max_lora_rank = 0  # of adapters that it can load while it runs
         # For snapshots in a row with the same log-probs: these, the first snapshot, and `changed` of the others by version
         self._unchanged: tuple[list[float], Snapshot, dict[str, float]] | None = None
         self._chat_end: str | None = None  # the last tokens of a rendered conversation, once asked for
-        self.difference: float | None = (
-            None  # mean absolute difference from the trainer's log-probs, in nats, after the last load
-        )
+        # Mean absolute difference from the trainer's log-probs, in nats, after the last load
+        self.difference: float | None = None
         self.ready = False  # known to hold the current weights
         self.running = 0  # requests in progress
         self.problem: UnansweredError | None = None  # the error of the present outage
@@ -126,8 +124,6 @@ class VLLMServer:
         self.outages = 0  # since it last answered a request
         self.failed: set[object] = set()  # requests that have failed here since then
         self.rests_until = 0.0  # in monotonic seconds
-
-    # ---- Requests ----
 
     async def _request(
         self,
@@ -226,9 +222,7 @@ class VLLMServer:
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
         truncated = _check_reason(choice) == "length"
         if not 0 < len(token_ids) == len(logprobs) <= most_tokens:
-            raise ValueError(
-                f"{len(token_ids)} tokens and {len(logprobs)} log-probs, where {most_tokens} is the limit"
-            )
+            raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs; the limit is {most_tokens}")
         self._refuse_nan(logprobs)
         known = all(type(token_id) is int and token_id >= 0 for token_id in token_ids)
         if not known or not all(_MIN_LOGPROB <= logprob <= _MAX_LOGPROB for logprob in logprobs):  # nor NaN
@@ -284,16 +278,9 @@ class VLLMServer:
             self._refuse_nan(found)
             return [*map(float, found)]
 
-        body = {
-            "model": adapter or self.model,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "prompt_logprobs": 0,
-        }
+        body = {"model": adapter or self.model, "prompt": tokens}
+        body |= {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return await self._request(http, "/v1/completions", body, read=logprobs, tokens=len(tokens))
-
-    # ---- Weights ----
 
     async def ensure_weights(self, http: httpx2.AsyncClient, snapshot: Snapshot):
         """
@@ -391,7 +378,6 @@ class VLLMServer:
 
 
 def _mean_difference(logprobs: list[float], others: list[float]) -> float:
-    """Return the mean absolute difference, in nats."""
     return sum(abs(own - other) for own, other in zip(logprobs, others, strict=True)) / len(logprobs)
 
 

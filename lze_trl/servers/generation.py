@@ -33,10 +33,8 @@ from .weights import ChangedShare, base_model, export_adapter, export_weights, u
 logger = logging.getLogger(__name__)
 
 # Fields of a request that decide the form of an answer
-_RESERVED = (
-    *("model", "prompt", "n", "logprobs", "prompt_logprobs"),
-    *("return_token_ids", "seed", "stream", "echo", "use_beam_search"),
-)
+_RESERVED = ["model", "prompt", "n", "logprobs", "prompt_logprobs", "return_token_ids"]
+_RESERVED += ["seed", "stream", "echo", "use_beam_search"]
 # Sampling settings, with the values that leave log-probs as the model computes them
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -218,7 +216,6 @@ class HTTPGeneration:
             return error, 0
 
     def _snapshot(self, directory: Path, reference: list[float]) -> Snapshot:
-        """Describe the written weights to the servers, with the trainer's log-probs of the probe."""
         tolerance = self.args.vllm_server_kwargs["sync_tolerance"]
         if tolerance is None:
             tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
@@ -319,7 +316,6 @@ class HTTPGeneration:
         self._under_way, self._looked_ahead = {}, {}
 
     def _begin(self, groups: list[PromptRequest]):
-        """Begin requests, and look ahead in another thread."""
         self.give_up()
         loop, results = self._submit(groups)
         self._under_way.update(zip(map(_key, groups), results, strict=True))

@@ -65,7 +65,7 @@ class RequestLoop:
     When waiting for a result, also wait for `finished`: it raises the error that has ended all requests, or is cancelled.
     """
 
-    def __init__(self, serve: Callable[["asyncio.Queue[Job]"], Awaitable[None]]):
+    def __init__(self, serve: Callable[[asyncio.Queue[Job]], Awaitable[None]]):
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
         self._closing = threading.Lock()  # one thread may ask for more while another closes
         self._context: AbstractContextManager[BlockingPortal] | None = start_blocking_portal()
@@ -113,8 +113,6 @@ class ServerPool:
         # Called with what the pool waits for, and with "" once it is there
         self.tell: Callable[[str], None] = lambda words: None
         self._last_healthy = 0.0  # in monotonic seconds: when a server was last known not to have failed
-
-    # ---- Start and sync ----
 
     def connect(self, timeout: float, trains: bool = False):
         """
@@ -235,8 +233,6 @@ class ServerPool:
             return math.inf
         return self._last_healthy + self.recovery_timeout - now
 
-    # ---- Requests ----
-
     def start(self) -> RequestLoop:
         """Start a loop in which the servers work on requests."""
         self._mark_unready()
@@ -259,8 +255,7 @@ class ServerPool:
                 if not places:
                     return
 
-    async def _serve(self, jobs: "asyncio.Queue[Job]"):
-        """Run all workers until one fails, or until cancelled."""
+    async def _serve(self, jobs: asyncio.Queue[Job]):
         try:
             async with open_client() as http, asyncio.TaskGroup() as tasks:
                 for server in self.servers:
@@ -271,9 +266,7 @@ class ServerPool:
             failure = failures.exceptions[0]
         raise failure
 
-    async def _work(
-        self, http: httpx2.AsyncClient, server: VLLMServer, lock: asyncio.Lock, jobs: "asyncio.Queue[Job]"
-    ):
+    async def _work(self, http: httpx2.AsyncClient, server: VLLMServer, lock: asyncio.Lock, jobs: asyncio.Queue[Job]):
         """Run one worker: a server has `max_concurrent_requests` of them, each with one request at a time."""
         while True:
             async with lock:
@@ -301,7 +294,7 @@ class ServerPool:
                 if server.running == 0:
                     server.ready = False  # idle, it might restart unnoticed
 
-    def _send_again(self, job: Job, server: VLLMServer, error: UnansweredError, jobs: "asyncio.Queue[Job]"):
+    def _send_again(self, job: Job, server: VLLMServer, error: UnansweredError, jobs: asyncio.Queue[Job]):
         """Queue a request again that a server has failed, unless healthy servers have failed it too often."""
         server.failed.add(job)
         if not isinstance(error, BusyError) and len(server.failed) == 1:
@@ -319,7 +312,6 @@ class ServerPool:
 
 
 def _pause(attempt: int) -> float:
-    """Return the seconds to wait before another attempt, counted from 1."""
     return min(_FIRST_PAUSE * 2.0 ** min(attempt - 1, 10), _MAX_PAUSE)
 
 
