@@ -50,9 +50,7 @@ STRATEGIES: dict[str, Strategy] = {
     "exact_quarter": Strategy(
         "exact, 1/4 of the prompts", _selecting("zero_variance", loss_normalizer="all", prompts=0.25)
     ),
-    "exact_half": Strategy(
-        "exact, half the prompts", _selecting("zero_variance", loss_normalizer="all", prompts=0.5)
-    ),
+    "exact_half": Strategy("exact, half the prompts", _selecting("zero_variance", loss_normalizer="all", prompts=0.5)),
     # The same completions, of twice as many prompts
     "exact_g4": Strategy("exact, G = 4", _selecting("zero_variance", loss_normalizer="all", num_generations=4)),
     "gate_g4": Strategy(

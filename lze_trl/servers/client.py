@@ -278,7 +278,7 @@ class VLLMServer:
             self._refuse_nan(found)
             return [*map(float, found)]
 
-        body = {"model": adapter or self.model, "prompt": tokens}
+        body: dict[str, Any] = {"model": adapter or self.model, "prompt": tokens}
         body |= {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         return await self._request(http, "/v1/completions", body, read=logprobs, tokens=len(tokens))
 
