@@ -304,30 +304,40 @@ def tuning_table(section: Section, names: Names) -> str:
     """Return the accuracy of each batch and learning rate of the tuning, what it took, and the cheapest setting of plain TRL."""
     target, settings = section.settings
     best, rows = cheapest(settings), []
+    has_baseline = math.isfinite(target)
     for setting in settings:
         run = setting.runs[0]
         counts = ("–" if math.isinf(n) else f"{n:,.0f}" for n in (setting.completions, setting.to_target))
         completions, reached = counts
-        at_budget = "–" if math.isnan(setting.at_budget) else f"{setting.at_budget:.3f}"
-        own = [f"{run.rate:.1e}", str(len(setting.runs)), accuracy(setting.accuracy), completions, at_budget]
-        marked = f"**{reached}, the cheapest**" if setting is best else reached
-        rows.append([by(run.shape), names.of(setting.runs), *own, marked])
-    budget = max((s.completions for s in settings if s.runs[0].strategy == BASELINE), default=math.nan)
+        row = [
+            by(run.shape),
+            names.of(setting.runs),
+            f"{run.rate:.1e}",
+            str(len(setting.runs)),
+            accuracy(setting.accuracy),
+        ]
+        row.append(completions)
+        if has_baseline:
+            at_budget = "–" if math.isnan(setting.at_budget) else f"{setting.at_budget:.3f}"
+            row += [at_budget, f"**{reached}, the cheapest**" if setting is best else reached]
+        rows.append(row)
     header = [*_FIRST, "learning rate", "seeds", f"accuracy after {section.steps} steps", "completions"]
-    header += [f"accuracy at {budget:,.0f} completions", f"completions to {target:.3f}"]
-    found = "None of them has it."
-    if best is not None:
-        found = f"It is **{by(best.runs[0].shape)} at {best.runs[0].rate:.1e}**."
-    if section.main:
-        base = next(curve for curve in section.curves() if curve.strategy == BASELINE)
-        found += f" The comparison above is with {by(base.shape)} at {base.rate:.1e}."
     seeds = ", ".join(str(seed) for seed in sorted({result["settings"]["seed"] for result in section.tuning}))
-    text = (
-        f"Validation accuracy, on seeds ({seeds}) and held-out prompts that no other table uses. The cheapest setting of "
-        f"plain TRL is the one with the fewest completions to {target:.3f}, on curves averaged over the seeds: {100 * NEAR:g} "
-        f"point less than the best that any of them has for at most the baseline's completions. {found} Smaller batches end "
-        "before they have cost as much."
-    )
+    text = f"Validation accuracy, on seeds ({seeds}) and held-out prompts that no other table uses."
+    if has_baseline:
+        budget = max(s.completions for s in settings if s.runs[0].strategy == BASELINE)
+        header += [f"accuracy at {budget:,.0f} completions", f"completions to {target:.3f}"]
+        found = "None of them has it."
+        if best is not None:
+            found = f"It is **{by(best.runs[0].shape)} at {best.runs[0].rate:.1e}**."
+        if section.main:
+            base = next(curve for curve in section.curves() if curve.strategy == BASELINE)
+            found += f" The comparison above is with {by(base.shape)} at {base.rate:.1e}."
+        text += (
+            f" The cheapest setting of plain TRL is the one with the fewest completions to {target:.3f}, on curves averaged over "
+            f"the seeds: {100 * NEAR:g} point less than the best that any of them has for at most the baseline's completions. "
+            f"{found} Smaller batches end before they have cost as much."
+        )
     return f"{text}\n\n{table(header, rows)}"
 
 
