@@ -331,11 +331,12 @@ class TRLAdapter:
         return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
 
     def score_rows_alone(self, held: dict[str, list], row: int, columns: list[int]) -> np.ndarray:
-        """Score one completion of each process, at `row`, without any other: `(W, len(columns))`."""
+        """Score one completion of each process, at `row`, without any other: `(W, len(columns))`. The functions may fail."""
         trainer = self._trainer
         names = ("reward_funcs", "reward_func_names", "reward_processing_classes")
         changes: dict[str, Any] = {name: [getattr(trainer, name)[column] for column in columns] for name in names}
-        changes["reward_notes"] = RewardNotes()
+        named = zip(changes["reward_funcs"], changes["reward_func_names"], strict=True)
+        changes |= {"reward_funcs": [checked(*func, may_fail=True) for func in named], "reward_notes": RewardNotes()}
         if trainer.environments is not None:
             changes["environments"] = [trainer.environments[row]]
         trainer.answers.look_up([held["completion_ids"][row]], [held["prompt_ids"][row]])
@@ -380,18 +381,20 @@ class TRLAdapter:
         if self.over_http:
             self._trainer.vllm_generation.give_up()
 
-    def forget_rounds(self, count: int):
-        """Drop TRL's metrics of the last `count` rounds of a batch."""
+    def forget_rounds(self, count: int, noted: bool = False):
+        """Drop TRL's metrics of the last rounds of a batch; with `noted`, also what reward functions have logged of the batch."""
         for name, values in self.metrics.items():
             if name.startswith(("completions/", "tools/")):
                 del values[len(values) - count :]
+        if noted:
+            self._trainer.reward_notes.take_metrics()
 
     def generate_and_score(
-        self, request: Request, foresight: Any = None
+        self, request: Request, foresight: Any = None, may_fail: Sequence[int] = ()
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
         Generate and score the completions of a request. While they come in, the `foresight` says what the next round
-        will ask for. Neither reward functions nor TRL's metrics see unwanted rows of the request.
+        will ask for. Neither reward functions nor TRL's metrics see unwanted rows of the request. The reward functions at the columns `may_fail` may raise.
 
         Returns held columns of this process; numbers of its completions that all processes will know, int64 or float64;
         and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
@@ -405,7 +408,11 @@ class TRLAdapter:
             prompts, generated = self._rolled_out(request)
         inputs = _with_fields(inputs, generated.fields)
         answers.look_up(generated.completion_ids, generated.prompt_ids, surplus)
-        rewards = trainer._calculate_rewards(inputs, prompts, generated.completions, generated.completion_ids)
+        funcs = list(trainer.reward_funcs)
+        for column in may_fail:
+            funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
+        with patched_copy(trainer, reward_funcs=funcs) as view:
+            rewards = view._calculate_rewards(inputs, prompts, generated.completions, generated.completion_ids)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
             trainer.episodes.observe(ids, prompts, of_episodes)

@@ -184,6 +184,7 @@ class BatchPipeline:
             drawn = self.rounds.finish(pending, engine, num_groups_wanted)
         plan = pending.plan  # with the prompts that later rounds added
         self.ledger.visits_skipped += len(plan.skipped)
+        self.ledger.rows_given_up += pending.rows_given_up
         engine.metrics["lze/rollout_age"].append(float(engine.optimizer_step - pending.step))
         weight_change, in_bfloat16 = engine.weights_changed()
         if not np.isnan(weight_change):
@@ -350,6 +351,7 @@ class BatchPipeline:
             "batches": self,
             **self.state.parts(),
             "guard": self.rounds.guard,
+            "comparing": self.rounds.comparing,
             "passes": self.passes.stream,
             "advice": self.advice,
             "ledger": self.ledger,

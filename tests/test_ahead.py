@@ -110,13 +110,32 @@ def test_timing_never_changes_a_result(serve, tmp_path, monkeypatch, settings):
 
 
 @pytest.mark.parametrize("overlap", ["none", "one_step"])
-def test_a_reward_that_compares_completions_ends_the_run_before_it_is_trained_on(serve, tmp_path, overlap):
+def test_a_reward_that_compares_completions_is_found_and_gets_whole_groups(serve, tmp_path, caplog, overlap):
+    sizes, server = [], serve(delays=(0.0, 0.1))
+
     def ranked(prompts, completions, **kwargs):
+        sizes.append([completions and prompts.count(prompt) for prompt in prompts])
         lengths = pd.Series([len(text) + text.count("a") / 100 for text in completions])
         return lengths.groupby(prompts).rank(pct=True).tolist()
 
-    with pytest.raises(ValueError, match="`ranked` scores a completion otherwise when it is alone"):
-        train(tmp_path, [serve(delays=(0.0, 0.1))], reward=ranked, overlap=overlap)
+    trainer = train(tmp_path, [server], reward=ranked, overlap=overlap)
+    told = [i for i, line in enumerate(caplog.messages) if "`ranked` compares the completions of a group" in line]
+    assert len(told) == 1 and trainer.ledger.rows_given_up > 0
+    assert sum(counts == [4] * 24 for counts in sizes) == 3 and sizes[-1] == [4] * 24
+
+
+def test_a_batch_that_is_drawn_again_is_as_old_as_before_and_logs_whole_groups(serve, tmp_path):
+    def later(prompts, completion_ids, trainer_state, log_metric, **kwargs):
+        own = pd.Series([len(ids) + ids[0] / 100 for ids in completion_ids])
+        if trainer_state.global_step == 0:
+            return own.tolist()
+        log_metric("whole", float(all(prompts.count(prompt) == 4 for prompt in prompts)))
+        return own.groupby(prompts).rank(pct=True).tolist()
+
+    trainer = train(tmp_path, [serve()], reward=later, overlap="one_step")
+    assert trainer.ledger.rows_given_up > 0
+    assert tiny.history(trainer, "lze/rollout_age") == [0.0, 1.0, 1.0]
+    assert tiny.history(trainer, "whole") == [1.0, 1.0]
 
 
 def test_a_reward_that_needs_signals_is_told_of_once_under_overlap(serve, tmp_path, caplog):

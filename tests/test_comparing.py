@@ -1,7 +1,8 @@
-"""A reward that compares completions is given whole groups, marked or not, or the controller is refused."""
+"""A reward that compares completions is given whole groups, marked or not, by every controller."""
 
 import asyncio
 import functools
+import itertools
 import random
 from collections import Counter
 
@@ -69,7 +70,7 @@ class JudgedTrainer(FixedTrainer):
         step._remember = lambda drawn: self.drawn.append(drawn) or remember(drawn)
 
 
-def train(directory, judge, name, made=None, **settings):
+def train(directory, judge, name, resume=False, **settings):
     own = {"controller": InRounds([[1, 1], [2, 0], [1, 3]])} if name == "own" else {}
     settings = (
         ROUNDS[name] | {"strategy": "lze", "num_generations": GROUP, "per_device_train_batch_size": 24} | settings
@@ -77,9 +78,7 @@ def train(directory, judge, name, made=None, **settings):
     settings |= {} if name == "own" else {"controller": name, "pass_threshold": 0.5}
     given = {"cls": JudgedTrainer, "reward_funcs": judge, "dataset": tiny.prompts(17), "trainer": own}
     trainer = tiny.make(directory, **given, **settings)
-    if made is not None:
-        made.append(trainer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -95,41 +94,48 @@ def _columns(held):
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
-@pytest.mark.parametrize(
-    ("name", "judge"),
-    [("gate", "best"), ("gate", "ranked"), ("reinforce_ada_positive", "awaited"), ("own", "novelty")],
-)
-def test_what_draws_groups_in_parts_is_refused_for_a_comparison_before_anything_is_trained(
-    tmp_path, name, judge, marked
-):
-    own = functools.partial(JUDGES[judge])
-    own.__name__ = judge
+@pytest.mark.parametrize(("name", "judge"), [*itertools.product(ROUNDS, JUDGES)])
+def test_every_controller_gives_the_rewards_of_whole_groups(tmp_path, caplog, name, judge, marked):
+    judge = JUDGES[judge]
+    own = functools.partial(judge)
+    own.__name__ = judge.__name__
     if marked:
         own.compares_completions = True
-    made = []
-    with pytest.raises(ValueError) as refusal:  # a function may also fail for a part of a group
-        train(tmp_path, own, name, made=made)
-    words = "\n".join([str(refusal.value), *getattr(refusal.value, "__notes__", ())])
-    assert judge in words
-    assert "set `compares_completions = True` on it and draw whole groups" in words
-    assert made[0].state.global_step == 0
-
-
-@pytest.mark.parametrize(("name", "judge"), [("uniform", "normalised"), ("dynamic", "best")])
-def test_what_draws_whole_groups_gives_the_rewards_of_whole_groups(tmp_path, name, judge):
-    judge = JUDGES[judge]
-    trainer = train(tmp_path, judge, name)
+    trainer = train(tmp_path, own, name)
     for drawn in trainer.drawn:
         np.testing.assert_allclose(drawn.rewards_per_func[:, 0], judged_whole(judge, drawn), rtol=1e-5, atol=1e-6)
         assert (drawn.sizes % GROUP == 0).all() and len(trainer.drawn) == 3
+    told = [line for line in caplog.messages if f"`{judge.__name__}` compares the completions of a group" in line]
+    assert len(told) == (name not in ("uniform", "dynamic")) or name == "reinforce_ada_balanced"
+    assert (trainer.ledger.rows_given_up > 0) == (bool(told) and not marked)
+    if name == "gate":  # what was given up is not logged
+        lengths = [drawn.completion_tokens.mean() for drawn in trainer.drawn]
+        assert tiny.history(trainer, "completions/mean_length") == pytest.approx(lengths)
+
+
+def test_scores_that_are_given_up_leave_the_range_as_it_was(tmp_path):
+    def best_of_many(prompts, completion_ids, **kwargs):
+        scores = best(prompts, completion_ids)
+        return [10.0 if prompts.count(prompt) == 1 else score for prompt, score in zip(prompts, scores, strict=True)]
+
+    trainer = train(tmp_path, best_of_many, "own")
+    assert trainer.ledger.rows_given_up > 0 and trainer.prompt_state.range.bounds == (0.0, 1.0)
 
 
 def weights(trainer):
     return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
 
 
+def test_a_resumed_run_knows_what_compares(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = train(tmp_path, best, "gate", **settings)
+    resumed = train(tmp_path, best, "gate", resume=str(tmp_path / "checkpoint-2"), **settings)
+    assert torch.equal(weights(resumed), weights(whole))
+    assert resumed.ledger.rows_given_up == whole.ledger.rows_given_up > 0
+
+
 @pytest.mark.parametrize("name", ["gate", "reinforce_ada_balanced"])
-def test_what_scores_each_completion_by_itself_is_left_alone(tmp_path, name):
+def test_what_scores_each_completion_by_itself_is_left_alone(tmp_path, caplog, name):
     calls = Counter()
 
     def own(completion_ids, **kwargs):
@@ -140,32 +146,41 @@ def test_what_scores_each_completion_by_itself_is_left_alone(tmp_path, name):
         return [0.1 * (ids[0] % 7) for ids in completion_ids]
 
     said.compares_completions = False
-    asked, known = (train(tmp_path / str(i), func, name, max_steps=4) for i, func in enumerate((own, said)))
-    assert torch.equal(weights(asked), weights(known))
-    assert 0 < calls[True] <= 8 * 4  # two checks have to see scores that differ
+    asked, known = (train(tmp_path / str(i), func, name, max_steps=12) for i, func in enumerate((own, said)))
+    assert torch.equal(weights(asked), weights(known)) and asked.ledger.rows_given_up == 0
+    assert not [line for line in caplog.messages if "compares the completions" in line]
+    assert 0 < calls[True] <= 8 * 10  # in at most two rounds of batches 1, 2, 3, 4 and 8
 
 
-def test_chance_is_taken_for_a_comparison_unless_the_function_says_otherwise(tmp_path):
+def test_chance_is_taken_for_a_comparison_and_a_bug_is_raised(tmp_path, caplog):
     generator = random.Random(0)
 
     def noisy(completion_ids, **kwargs):
         return [generator.random() for _ in completion_ids]
 
-    with pytest.raises(ValueError, match="and perhaps on chance, set `compares_completions = False`"):
-        train(tmp_path / "unmarked", noisy, "gate")
-    noisy.compares_completions = False
-    assert len(train(tmp_path / "marked", noisy, "gate").drawn) == 3
+    def broken(completion_ids, **kwargs):
+        raise KeyError("no such column")
+
+    assert all((drawn.sizes == GROUP).all() for drawn in train(tmp_path / "noisy", noisy, "gate").drawn)
+    assert "(and perhaps on chance), set `compares_completions = False`" in caplog.text
+    with pytest.raises(KeyError, match="no such column"):
+        train(tmp_path / "broken", broken, "gate")
 
 
-def shared(directory):
+def shared(directory, name):
     """A process of a run whose groups do not divide evenly over two of them."""
-    own = functools.partial(best)
-    own.__name__, own.compares_completions = "best", True
-    trainer = train(directory, own, "dynamic", per_device_train_batch_size=10, gradient_accumulation_steps=1)
+    trainer = train(
+        directory, best, name, per_device_train_batch_size=10, num_generations=GROUP, gradient_accumulation_steps=1
+    )
     for drawn in trainer.drawn:
-        columns = map(drawn.gathered, (drawn.held["prompt"], drawn.held["completion_ids"]))
-        np.testing.assert_allclose(drawn.rewards_per_func[:, 0], best(*columns))
+        inputs = [
+            {"prompts": p, "completion_ids": c}
+            for p, c in zip(*map(drawn.gathered, (drawn.held["prompt"], drawn.held["completion_ids"])), strict=True)
+        ]
+        expected = best([row["prompts"] for row in inputs], [row["completion_ids"] for row in inputs])
+        np.testing.assert_allclose(drawn.rewards_per_func[:, 0], expected)
 
 
-def test_processes_share_whole_groups(tmp_path):
-    on_processes(2, tmp_path / "log", shared, tmp_path / "run")
+@pytest.mark.parametrize("name", ["gate", "dynamic", "own"])
+def test_processes_share_whole_groups(tmp_path, name):
+    on_processes(2, tmp_path / "log", shared, tmp_path / "run", name)

@@ -53,15 +53,20 @@ class RewardNotes:
         return taken
 
 
+FAILED = -1e30
+"""Stands for the score of a completion where a reward function that may fail does: no reward is like it."""
+
+
 def checked(
     reward_func: Any,
     name: str,
     notes: RewardNotes | None = None,
     reasons_now: Callable[[Any], Sequence[str | None]] = failures,
+    may_fail: bool = False,
 ) -> Any:
     """
     Return a reward function for TRL to call in place of `reward_func`: it returns numbers or None, and its exceptions
-    say `name`. What it logs goes into the `notes`, or else to TRL; it does not see completions with a reason in
+    say `name`, or, if it `may_fail`, give every completion `FAILED`. What it logs goes into the `notes`, or else to TRL; it does not see completions with a reason in
     `reasons_now`. NaN is refused: TRL turns it into "not applicable", so a bug in a reward would silently remove
     completions.
     """
@@ -86,24 +91,28 @@ def checked(
         return given | own, reasons
 
     @contextmanager
-    def errors_named():
+    def noted():
         try:
             yield
         except Exception as error:
             error.add_note(f"Raised by the reward function '{name}'.")
-            raise
+            if not may_fail:
+                raise
+            logger.info("A part of a group has no score.", exc_info=True)
 
     def guarded(*args, **kwargs):
-        with errors_named():
+        with noted():
             given, reasons = arguments(kwargs)
             returned = reward_func(*args, **given) if given["completions"] else []
             return of_all(_checked_scores(returned, name, given), reasons)
+        return [FAILED] * len(kwargs["completions"])
 
     async def guarded_later(*args, **kwargs):
-        with errors_named():
+        with noted():
             given, reasons = arguments(kwargs)
             returned = await reward_func(*args, **given) if given["completions"] else []
             return of_all(_checked_scores(returned, name, given), reasons)
+        return [FAILED] * len(kwargs["completions"])
 
     return guarded_later if is_async(reward_func) else guarded
 

@@ -6,8 +6,7 @@ Rolls out a plan: as many completions for each prompt as the controller asks for
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,12 +38,6 @@ MAX_ROUNDS = 100
 READINGS = "readings."
 """Held columns with what group rewards have read of each completion, by the column of the reward function."""
 
-WHOLE_GROUPS = (
-    "If it compares completions, set `compares_completions = True` on it and draw whole groups, as `strategy='exact'` and `'dapo'` do, and "
-    "a profile does. If the score of a completion depends on that completion alone, and perhaps on chance, set "
-    "`compares_completions = False`."
-)
-
 
 def _no_counts() -> np.ndarray:
     return np.empty(0, dtype=np.int64)
@@ -64,6 +57,7 @@ class Pending:
     owner: np.ndarray = field(default_factory=_no_counts)  # (B,): process of each completion
     round: int = 0
     in_parts: bool = False  # whether the round under way brings a process a part of a group
+    rows_given_up: int = 0  # completions that were drawn in vain
     # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
     joined: np.ndarray = field(default_factory=_no_counts)  # round in which the prompt was first planned
     round0_counts: np.ndarray = field(default_factory=_no_counts)  # completions asked for in round 0
@@ -107,7 +101,7 @@ class Rounds:
     comparing: Comparing
 
     def __post_init__(self):
-        self._has_warned = False
+        self._warned: set[str] = set()
         self.guard = GateGuard(on=isinstance(self.controller, Gate) and self.controller.control > 0)
 
     # ---- Begin ----
@@ -132,10 +126,10 @@ class Rounds:
         probabilities = self.controller.probabilities(pending.round, prompts, drawn)
         if probabilities is not None:
             probabilities = np.where((counts > 0) | np.isnan(probabilities), probabilities, 0.0)
+        if self.comparing.columns:
+            counts, probabilities = self._whole_groups(counts, drawn, engine), None if pending.round else probabilities
         pending.record_request(counts, probabilities)
-        pending.in_parts = self._splits_groups(counts, drawn)
-        if pending.in_parts and self.comparing.columns:
-            raise self._needs_whole_groups(self.comparing.columns, "is marked as comparing completions", engine)
+        pending.in_parts = not self.comparing.columns and self._splits_groups(counts, drawn)
         pending.request = pending.ahead = None
         if counts.any():
             self._set_request(pending, engine)
@@ -156,11 +150,11 @@ class Rounds:
     def _look_ahead(self, pending: Pending, drawn: Batch, engine: Any):
         """Let servers begin the next round of a group early, if the controller decides on each group by itself."""
         counts = pending.counts
-        if not self.controller.by_group or counts.max() != np.gcd.reduce(counts):
+        if not self.controller.by_group or counts.max() != np.gcd.reduce(counts) or self.comparing.columns:
             return
         reason = engine.why_rounds_are_synchronous
         if reason is not None:
-            self._warn_once("Groups wait for the slowest completion of each round: %s.", reason)
+            self._warn_once("rounds", "Groups wait for the slowest completion of each round: %s.", reason)
         elif engine.over_http:
             pending.ahead = LookAhead(self, pending, drawn, engine)
 
@@ -189,13 +183,19 @@ class Rounds:
     def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
         """Collect and score all rounds of a batch, for an update of `wanted` groups; `None` without completions."""
         parts: list[Batch] = []
+        range_before = copy.copy(self.state.range)
         while pending.request is not None:
             if len(parts) == MAX_ROUNDS:
                 name = type(self.controller).__name__
                 raise ValueError(
                     f"`{name}.draw` asked for more than {MAX_ROUNDS} rounds. Return zeros to end the batch."
                 )
-            parts.append(self._collect(pending, engine))
+            part = self._collect(pending, engine)
+            if part is None:
+                self._begin_again(pending, parts, engine)
+                parts, self.state.range = [], range_before
+                continue
+            parts.append(part)
             if not self.passes.variable_group_size:
                 return self._with_group_rewards(parts[0], engine)
             drawn = self._joined_rounds(parts, pending.plan, engine, final=False)
@@ -210,11 +210,13 @@ class Rounds:
         engine.forget_rounds(len(parts) - 1)  # TRL's metrics then cover the first round, as of uniform sampling
         return self._with_estimates(self._joined_rounds(parts, pending.plan, engine, final=True), pending)
 
-    def _collect(self, pending: Pending, engine: Any) -> Batch:
-        """Return the scored completions of a round, those of all processes."""
-        is_checked = pending.in_parts and bool(self.comparing.unknown)
-        with _whole_groups_suggested() if is_checked else nullcontext():
-            held, numbers, rewards_per_func = engine.generate_and_score(pending.request, pending.ahead)
+    def _collect(self, pending: Pending, engine: Any) -> Batch | None:
+        """
+        Return the scored completions of a round, those of all processes; `None` if a reward function that got parts of groups
+        compares completions.
+        """
+        may_fail = self.comparing.asked(pending.generation) if pending.in_parts else []
+        held, numbers, rewards_per_func = engine.generate_and_score(pending.request, pending.ahead, may_fail)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         columns = gathered_columns(numbers, self.accelerator)
         wanted_rows = pending.request[2]
@@ -222,8 +224,8 @@ class Rounds:
             columns = {name: values[wanted_rows] for name, values in columns.items()}
             rewards_per_func = rewards_per_func[torch.from_numpy(wanted_rows).to(rewards_per_func.device)]
         per_func = rewards_per_func.cpu().numpy()
-        if is_checked:
-            self._check_alone(pending, held, per_func, engine)
+        if pending.in_parts and self._compares(pending, held, per_func, engine):
+            return None
         if any(name.startswith(READINGS) for name in held):  # rewards of whole groups are still missing
             scored = dict.fromkeys(("scores", "rewards", "signals"), np.full(len(group), np.nan))
         else:
@@ -322,26 +324,39 @@ class Rounds:
         with_these.observe(scores)
         return with_these.outcomes(scores)
 
-    def _check_alone(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any):
-        """Score some completions of a round alone. A `ValueError` if their scores, shape `(B, F)`, were others in the round."""
-        unknown = self.comparing.unknown
+    def _compares(self, pending: Pending, held: dict[str, list], scores: np.ndarray, engine: Any) -> bool:
+        """Score some completions of a round alone; return whether a function gives other scores then than in `scores`, `(B, F)`."""
+        asked = self.comparing.asked(pending.generation)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
         rows_of_processes = [np.flatnonzero(pending.owner == rank) for rank in range(self.accelerator.num_processes)]
-        rows = self.comparing.sampled_rows(unknown, scores, group, rows_of_processes)
-        if rows is None:
-            return
-        own = places(pending.owner)[rows[:, self.accelerator.process_index]]
-        with _whole_groups_suggested():
-            alone = np.array([engine.score_rows_alone(held, int(row), unknown) for row in own])
-        if failed := self.comparing.check(unknown, scores[rows][..., unknown], alone):
-            raise self._needs_whole_groups(failed, "scores a completion otherwise when it is alone", engine)
+        if (rows := self.comparing.rows(asked, scores, group, rows_of_processes)) is not None:
+            own = places(pending.owner)[rows[:, self.accelerator.process_index]]
+            alone = np.array([engine.score_rows_alone(held, int(row), asked) for row in own])
+            self.comparing.see(asked, scores[rows][..., asked], alone)
+        return bool(self.comparing.columns)
 
-    def _needs_whole_groups(self, columns: Sequence[int], why: str, engine: Any) -> ValueError:
-        """Return the error that says why some reward functions need whole groups, and what to do."""
-        names = " and ".join(f"`{engine.reward_names[column]}`" for column in columns)
-        return ValueError(
-            f"The reward function {names} {why}, and `{type(self.controller).__name__}` draws groups in parts. {WHOLE_GROUPS}"
-        )
+    def _begin_again(self, pending: Pending, parts: list[Batch], engine: Any):
+        """Drop the rounds of a batch so far, in which a reward that compares completions got parts of groups, and draw it whole."""
+        engine.cancel_speculative_requests()
+        engine.forget_rounds(len(parts) + 1, noted=True)
+        begun = self.begin(pending.plan, engine, pending.generation)
+        given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
+        vars(pending).update(vars(begun) | {"step": pending.step, "rows_given_up": given_up})
+
+    def _whole_groups(self, counts: np.ndarray, drawn: Batch, engine: Any) -> np.ndarray:
+        """Return what a round asks for if a reward compares completions: the whole group of each prompt, in its first round."""
+        whole = np.where((counts > 0) & (drawn.sizes == 0), np.maximum(counts, self.args.num_generations), 0)
+        self.guard.on, self.guard.draws_whole = False, True
+        if (whole != counts).any():
+            self._warn_once(
+                "whole",
+                "%s compares the completions of a group: every group is drawn whole, in one round, and `%s` saves no completions of "
+                "it. If the score of each completion depends on that completion alone (and perhaps on chance), set "
+                "`compares_completions = False` on the function.",
+                " and ".join(f"`{engine.reward_names[column]}`" for column in self.comparing.columns),
+                type(self.controller).__name__,
+            )
+        return whole
 
     # ---- Estimates ----
 
@@ -384,31 +399,21 @@ class Rounds:
 
     # ---- Warnings ----
 
-    def _warn_once(self, message: str, *args: Any):
-        """Warn, the first time, that groups wait for each other."""
-        if not self._has_warned:
-            self._has_warned = True
+    def _warn_once(self, what: str, message: str, *args: Any):
+        """Warn of something the first time."""
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning(message, *args)
 
     def cannot_look_ahead(self, error: Exception):
         """Warn once that a reward function has failed while the round was under way, and say what to do."""
         self._warn_once(
+            "rounds",
             "Groups wait for the slowest completion of each round, which costs time and changes no result: a reward failed while the "
             "round was under way. %s %s: %s. With `overlap`, rewards are called in another thread, where SIGALRM cannot be used: limit "
             "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
             *(" ".join(getattr(error, "__notes__", ())), type(error).__name__, error),
         )
-
-
-@contextmanager
-def _whole_groups_suggested() -> Iterator[None]:
-    """Add to the error of a reward function, which got a part of a group, what to do if it needs whole ones."""
-    try:
-        yield
-    except Exception as error:
-        if getattr(error, "__notes__", ()):  # which names the function
-            error.add_note(f"It was called with a part of a group. {WHOLE_GROUPS}")
-        raise
 
 
 def _signals_so_far(rewards: torch.Tensor, weights: torch.Tensor, of_groups: Sequence[int]) -> np.ndarray:
