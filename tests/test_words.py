@@ -41,7 +41,8 @@ def rows(page: str) -> list[list[str]]:
 
 
 def numbers(text: str) -> list[str]:
-    return re.findall(r"[-+]?\d[\d,.]*", text.replace("−", "-"))
+    """All numbers; a difference that rounds to 0 has no sign."""
+    return [re.sub(r"^[-+](?=0\.0+$)", "", number) for number in re.findall(r"[-+]?\d[\d,.]*", text.replace("−", "-"))]
 
 
 # ---- Numbers ----
