@@ -71,7 +71,7 @@ def test_a_share_is_estimated_in_its_range_or_not_at_all(groups, data):
     alive, chances = (np.array(column) for column in zip(*groups, strict=True))
     batch = rollouts({i: [1.0, 0.0] if live else [0.0, 0.0] for i, live in enumerate(alive)})
     forecasts = np.array(data.draw(st.lists(st.floats(0.0, 1.0), max_size=3)))
-    live = StoppedGroups().live(alive, chances)
+    live = StoppedGroups().observe(alive, chances)
     found = uniform_sample(batch, np.ones(len(alive), dtype=int), live, np.full(len(forecasts), 0.5), forecasts)
     known = (chances == 1.0).all() or ((chances > 0.0) & (chances < 1.0)).any()
     assert known == (0.0 <= found.live_share <= 1.0) == (not np.isnan(found.live_share))
@@ -79,14 +79,14 @@ def test_a_share_is_estimated_in_its_range_or_not_at_all(groups, data):
 
 def test_stopped_groups_count_by_those_that_chance_has_completed():
     stopped, alive = StoppedGroups(), np.array([True, False, False, False])
-    assert np.isnan(stopped.live(alive, np.array([1.0, 0.0, 0.0, 0.0]))[1:]).all()
+    assert np.isnan(stopped.observe(alive, np.array([1.0, 0.0, 0.0, 0.0]))[1:]).all()
     # One of a chance of 1/4 is live, one of 1/2 is not: 4 of 6
     expected = [1.0, 2 / 3, 2 / 3, 2 / 3]
-    found = stopped.live(np.array([True, True, False, False]), np.array([1.0, 0.25, 0.5, 0.0]))
+    found = stopped.observe(np.array([True, True, False, False]), np.array([1.0, 0.25, 0.5, 0.0]))
     np.testing.assert_allclose(found, expected)
     resumed = StoppedGroups()
     resumed.load_state_dict(stopped.state_dict())
-    again = resumed.live(alive, np.array([1.0, 0.0, 0.0, 0.0]))
+    again = resumed.observe(alive, np.array([1.0, 0.0, 0.0, 0.0]))
     np.testing.assert_allclose(again, expected, rtol=0.01)
 
 

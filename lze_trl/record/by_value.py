@@ -80,7 +80,7 @@ class ByValue:
                 self.totals.update(f"{at}/dead/{cause}" for cause in causes if cause)
                 part = sample.part(group, chosen)
                 if finished is not None:  # what became of the stopped groups of other values says nothing of these
-                    live = self._stopped[at].live(batch.alive[groups], finished[groups])
+                    live = self._stopped[at].observe(batch.alive[groups], finished[groups])
                     part = replace(part, live=np.append(live, part.live[groups.sum() :]))
                 yield f"{at}/pass_rate", part.moments(outcomes, outcomes_of(part.remembered))[0]
                 yield f"{at}/dead_share", 1.0 - part.live_share

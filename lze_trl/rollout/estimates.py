@@ -44,7 +44,7 @@ class StoppedGroups:
     def __init__(self):
         self._seen = np.zeros(2)  # decayed: weights of the live ones, and of all
 
-    def live(self, alive: np.ndarray, completion_probability: np.ndarray) -> np.ndarray:
+    def observe(self, alive: np.ndarray, completion_probability: np.ndarray) -> np.ndarray:
         """Enter groups that were begun; return how many live ones each stands for, 0 to 1, `(P,)`, NaN if unknown."""
         unsure = completion_probability < 1.0
         by_chance = unsure & (completion_probability > 0.0)

@@ -391,7 +391,7 @@ class Rounds:
         live = None
         if completion is not None:
             live = np.zeros(batch.num_groups)
-            live[has_rows] = self.guard.stopped.live(batch.alive[has_rows], completion[has_rows])
+            live[has_rows] = self.guard.stopped.observe(batch.alive[has_rows], completion[has_rows])
         others = batch.prompt_ids[~has_rows]
         known_of_others = self.state.mean_scores(others), self.state.prompts(others).alive
         round0_counts = _padded(pending.round0_counts, batch.num_groups, 0)
