@@ -169,7 +169,6 @@ def test_overview_agrees_with_the_files_and_forecasts_from_them(page, address, r
     *_, total = against_plain(open_run(runs / "lze-a").summary()["ledger"])
     assert page.evaluate(CARDS)["saved"] == total.times
     page.wait_for_selector(".lze-spark.js-plotly-plot")
-    page.get_by_role("heading", name="Cost", exact=True).wait_for()  # after the cards
     wait_for(lambda: len(titles(page)) == len(overview(open_run(runs / "lze-a"))))
     widths = page.evaluate(
         "[...document.querySelectorAll('#lze-plots .lze-chart')].map((c) => [c.clientWidth, c._fullLayout.width])"
