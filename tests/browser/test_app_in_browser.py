@@ -428,10 +428,11 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
     # By the pointer, and on by the keyboard
     prompts = run.prompts(search="geometry", limit=3)
-    row(page, "#lze-prompts", 1).locator("td").last.click()  # anywhere in the row; the first is open by itself
-    wait_for(lambda: "prompt=" in page.url)
-    row(page, "#lze-prompts", 0).locator("td").last.click()
     detail = page.locator("#lze-detail")
+    wait_for(lambda: prompts.text[0] in detail.inner_text())  # the first is open by itself
+    row(page, "#lze-prompts", 1).click()
+    wait_for(lambda: prompts.text[1] in detail.inner_text() and "prompt=" in page.url)
+    row(page, "#lze-prompts", 0).click()
     wait_for(lambda: prompts.text[0] in detail.inner_text())
     for _ in range(2):
         page.keyboard.press("ArrowDown")
