@@ -20,7 +20,7 @@ PROBLEMS ?= reasoning_gym:chain_sum?size=500
 TRL ?= 1.13.0
 TRANSFORMERS ?= 5.3.0
 TRL_ENV := .venv-trl-$(TRL)-transformers-$(TRANSFORMERS)
-TRL_TESTS ?= $(addprefix tests/test_,laws.py laws_weights.py agents.py trl_contract.py trl_situations.py drop_in.py step.py)
+TRL_TESTS ?= $(addprefix tests/test_,laws.py laws_weights.py agents.py trl_contract.py trl_situations.py drop_in.py step.py hub.py)
 NOT_HERE := not server and not browser and not gpu
 
 .PHONY: help demo demo-llm smollm2 bench test test-slow test-server test-sharded test-trl test-trl-own test-integration test-browser quality types format docs \

@@ -78,6 +78,18 @@ class EndOnSignal(TrainerCallback):
             control.should_save = control.should_evaluate = False
 
 
+class NamedSpace(TrackioCallback):
+    """Makes a Space of what was logged, completions among it, only if one is named; if it fails, the model is uploaded without it."""
+
+    def on_push_begin(self, args, *others, **kwargs):
+        """Upload to the Space, before the model is uploaded."""
+        from .hub import left_out
+
+        if getattr(args, "trackio_static_space_id", None):  # transformers 5.3 has no such setting
+            with left_out("What trackio has logged"):
+                super().on_push_begin(args, *others, **kwargs)
+
+
 def _override(cls: type, name: str) -> str | None:
     """Find the override of one of TRL's methods by a class that is neither TRL's nor ours, as `Class.method`."""
     users = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
@@ -373,7 +385,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: it only counts micro-steps, unless a class of the user's orders the prompts; `_run_epoch` keeps hold of it
         sampler: Any = super()._get_train_sampler(dataset)
         if not self.passes.by_loader:
-            # With `grows`, whole optimizer steps, however few seeds there are
+            # With a growing training set, whole optimizer steps, however few seeds there are
             least = self.args.generation_batch_size * sampler.repeat_count * self.args.gradient_accumulation_steps
             return range(least if self.passes.is_growing else len(sampler))
         if type(sampler) is RepeatSampler:
@@ -391,8 +403,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         return TRLAdapter(self).generate(prompts, super(LZEGRPOTrainer, type(self))._generate)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and in an evaluation
-        # rewards of whole groups are settled; in training that follows when all rounds are there
+        # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and rewards of whole
+        # groups are scored here in an evaluation; in training, once all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
         seen = TRLAdapter(self).with_prefixes(seen, prompts)
         notes = self.reward_notes if self.model.training else None
@@ -600,9 +612,9 @@ class LZEGRPOTrainer(GRPOTrainer):
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
         super().init_hf_repo(*args, **kwargs)
-        settings = self.args
-        if settings.trackio_static_space_id is None and settings.trackio_space_id is None:
-            settings.trackio_static_space_id = False  # else trackio uploads what it has logged, completions among it
+        for callback in self.callback_handler.callbacks:
+            if type(callback) is TrackioCallback:
+                callback.__class__ = NamedSpace
         base = Path(self.model.config._name_or_path or "")
         if hasattr(self.model, "peft_config") and base.is_absolute():
             for adapter in self.model.peft_config.values():  # with which `adapter_config.json` names it

@@ -152,7 +152,6 @@ print(int(trainer.prompt_state["visits"].sum()), int(second.prompt_state["visits
 """
 
 
-@pytest.mark.slow
 def test_a_trainer_pushes_model_card_and_telemetry_and_another_starts_from_its_state(tmp_path, server):
     (tmp_path / "push.py").write_text(PUSHING_RUN)
     environment = {
