@@ -23,10 +23,8 @@ from .runs import RunBook
 
 TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
-_REFRESH_SECONDS, _IDLE_SECONDS = (
-    1.0,
-    4.0,
-)  # after which the page asks for what is new, if there was something the last time, or not
+_REFRESH_SECONDS = 1.0  # after which the page asks for what is new, if there was something the last time
+_IDLE_SECONDS = 4.0  # the same, if there was nothing
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _FIRST_METRICS = list(charts.METRICS)[:4]  # by which runs are compared, unless others are chosen
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
@@ -169,7 +167,7 @@ class _Page:
         names = "tab run orders smoothing search state prompt first visit words named runs metrics axis held"
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
-        chosen = {*controls, self.live, self.ask, self.forecast} - {self.first, self.visit, self.metrics, self.column}
+        chosen = {*controls, self.live, self.ask, self.forecast} - {self.first, self.visit, self.metrics}
         shown = [
             part for part in vars(self).values() if isinstance(part, gr.components.Component) and part not in chosen
         ]
@@ -274,9 +272,13 @@ class _Page:
                 versions.append(str(error))
         return versions
 
+    def _is_loading(self, given: dict[str, Any]) -> bool:
+        """Tell whether `_begin` has still to show the run of the address."""
+        return not given["run"] and bool(self.book.ids)
+
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        if seen is None or (not given["run"] and self.book.ids):  # the page is being loaded
+        if seen is None or self._is_loading(given):
             return gr.skip()
         if self._version(given) != seen:
             return self._show(*values) | {self.timer: gr.Timer(_REFRESH_SECONDS)}
@@ -303,7 +305,7 @@ class _Page:
     def _show(self, *values: Any) -> Any:
         """Return what changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
-        if not given["run"] and self.book.ids:  # the page is being loaded, and `_begin` shows the run of the address
+        if self._is_loading(given):
             return gr.skip()
         address = json.dumps({name: given[name] for name in _IN_ADDRESS})
         changes: dict[Any, Any] = {self.seen: self._version(given), self.address: address}

@@ -93,7 +93,8 @@ def micro_batch_bytes(config: PreTrainedConfig, rows: int, tokens: int, completi
     head = sum(size for size, of_head, _ in kept.values() if of_head)
     body = sum(size for size, _, _ in kept.values()) - head
     if checkpointing:
-        body = body // text.num_hidden_layers + text.num_hidden_layers * rows * tokens * text.hidden_size * 2
+        with _own_code_of_model():
+            body = body // text.num_hidden_layers + text.num_hidden_layers * rows * tokens * text.hidden_size * 2
     return body + head + logits.nbytes
 
 

@@ -27,7 +27,9 @@ class Plan:
     pass_index: int
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of this process, one per completion
     rows: np.ndarray = field(default_factory=_NOTHING.copy)  # (P,): rows of the training set
-    skipped: np.ndarray = field(default_factory=_NOTHING.copy)  # ids that the planner left out since the last batch
+    skipped: np.ndarray = field(
+        default_factory=_NOTHING.copy
+    )  # ids that the planner or the window left out since the last batch
 
 
 class EmptyRows:
@@ -78,8 +80,9 @@ class Passes:
         ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
         stream_type = PromptStream if self.mode == "refill" else SamplerOrder
         first_order = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset)
-        settings = args.seed, first_order, args.shuffle_dataset, args.window
-        self.stream = stream_type(self.planner, self.state, ids, *settings)
+        self.stream = stream_type(
+            self.planner, self.state, ids, args.seed, first_order, args.shuffle_dataset, args.window
+        )
         if self.state.unseen is not None:
             self._columns = [name for name in args.report_by or () if name in self.dataset.column_names]
             has_transform = self.dataset.format["type"] == "custom"  # which may need other columns

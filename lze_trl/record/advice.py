@@ -15,7 +15,7 @@ from .causes import causes as causes_of
 PATIENCE = 50
 """Generation batches over which a cause must have held."""
 
-_FEW = 10  # are enough where every group was dead
+_FEW = 10  # generation batches, or groups, that are enough for a sentence where all of them agree
 _OF_GROUPS = 0.2  # share of the groups that one cause must have killed
 _MOST = 0.5  # share of rows, or groups, from which a sentence is due
 _MOVES = 1e-3  # share of weights that move in an update, below which most of it is lost in rounding
@@ -24,7 +24,7 @@ _FULL = 0.95  # share of its range from which a reward is at its highest
 _CHANCE = 0.1  # share of dead groups that pass rates which differ may add to what chance makes dead
 _ACCURACY = ("accuracy", "exact_match")  # in the name of a reward
 _LARGER = (4, 8, 16, 32)  # group sizes that are named
-# What is said first, as it makes the rest beside the point. Of `causes`, the most frequent one is said first
+# What makes the rest beside the point is said first. `causes` are all other causes: the most frequent one comes first
 _SEVERITY = (
     *("collapsed", "learning_rate", "bfloat16", "unscored", "weights", "constant", "reward", "failed", "group_size"),
     *("causes", "value", "often_cut", "shaping", "logprobs", "left_out", "gate"),
@@ -39,6 +39,10 @@ _CURES = {
     "hopeless": "Use easier prompts or a warm start, or raise `num_generations`.",
     "equal": "Use a reward with more steps, or raise `num_generations`.",
 }
+
+
+def _batches(count: int) -> str:
+    return f"{count} generation batches" if count > 1 else "generation batch"
 
 
 def accuracy_reward(pass_reward: str | None, reward_names: list[str]) -> str | None:
@@ -134,12 +138,12 @@ class Advice:
             return of_data
         frame = pd.DataFrame(self._recent)
         table = {name: frame[name].to_numpy() for name in frame}
-        few = len(self._recent) >= _FEW
-        collapsed = self._of_collapse(table) if ended or few else {}
-        flat = few and (table["dead"] == 1.0).all()
+        enough = len(self._recent) >= _FEW
+        collapsed = self._of_collapse(table) if ended or enough else {}
+        flat = enough and (table["dead"] == 1.0).all()
         if not (ended or flat or len(self._recent) == PATIENCE):
             return of_data | collapsed
-        batches = f"{len(self._recent)} generation batches" if len(self._recent) > 1 else "generation batch"
+        batches = _batches(len(self._recent))
         settings = self._of_settings(table, batches)
         if collapsed:
             return of_data | collapsed | settings
@@ -151,7 +155,7 @@ class Advice:
         latest = {name: values[-_FEW:].mean() for name, values in table.items()}
         if latest["empty"] < _MOST and min(latest["dead"], latest["one_text"]) < _MOST:
             return {}
-        count = min(len(self._recent), _FEW)
+        batches = _batches(min(len(self._recent), _FEW))
         what = f"{latest['one_text']:.0%} of the groups drawn in full had one text only"
         if latest["empty"] >= _MOST:
             what = f"{latest['empty']:.0%} of the completions were empty"
@@ -164,9 +168,7 @@ class Advice:
                 fell.append(f"`{name}` went from {before:.3g} to {mean:.3g}")
         on, but = f" on {' and '.join(full)}" * bool(full), f"; {', '.join(fell)}" * bool(fell)
         cure = "the weight of what rewards such a text, or the learning rate" if full else "the learning rate"
-        return {
-            "collapsed": f"In the last {count} generation batches, {what}: the policy has collapsed{on}{but}. Lower {cure}."
-        }
+        return {"collapsed": f"In the last {batches}, {what}: the policy has collapsed{on}{but}. Lower {cure}."}
 
     def _of_groups(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         said, dead, limit = {}, table["dead"].mean(), self.args.max_completion_length
@@ -261,7 +263,9 @@ class Advice:
         if (name := accuracy_reward(self.args.pass_reward, self.reward_names)) in self.reward_names:
             return self.reward_names.index(str(name))
         weights = self.args.reward_weights or [1.0] * len(self.reward_names)
-        return int(np.argmax([abs(weight) * table[f"high.{i}"].max() for i, weight in enumerate(weights)]))
+        highest = [table[f"high.{i}"].max() for i in range(len(weights))]  # -inf for one that was always None
+        most = [abs(weight) * high if weight else -np.inf for weight, high in zip(weights, highest, strict=True)]
+        return int(np.argmax(most))
 
     def _of_settings(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
         said, prices = {}, table["price"][~np.isnan(table["price"])]

@@ -87,6 +87,6 @@ def saved(totals: dict[str, float]) -> Card:
         else "no live group"
     )
     if skipped := totals.get("visits_skipped"):
-        notes.append(f"pruning left {skipped:,.0f} visits out")
+        notes.append(f"{skipped:,.0f} visits were left out of a pass")
     notes += ["most groups were dead, so this is little to save from"] if few else []
     return Card("saved", spent.times, notes, few)

@@ -34,7 +34,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("lze/energy", "energy", "{:.3f}".format),
     ("lze/selected_share", "trained", "{:.0%} of groups".format),
     ("lze/wasted_share", "wasted", "{:.0%}".format),
-    ("lze/total_vs_plain", "saved", lambda ratio: f"{1 - ratio:.0%}"),
+    ("lze/total_vs_plain", "saved", lambda ratio: f"{1 - ratio:z.0%}"),
     ("lze/pruned_prompts", "pruned", "{:.0f}".format),
     ("completions/mean_length", "length", "{:.0f}".format),
     ("loss", "loss", "{:.4f}".format),
@@ -118,6 +118,11 @@ class RunSummary(TrainerCallback):
                 for column, rows in (value_tables(run) if args.report_by else {}).items():
                     by_value += [f"By {column}", rows.to_string(index=False, float_format=fixed, na_rep="–")]
         lines = [str(answer) for answer in answers]
+        if len(answers) == 1:  # no telemetry says what was learned
+            for metric, name in self.held_out.items():
+                known = {when: value for when, value in held_out_accuracy(state, metric).items() if value is not None}
+                shown = ", ".join(f"{value:.3f} {when} the training" for when, value in known.items())
+                lines += [f"{name.capitalize()} (sampled): {shown}"] if shown else []
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
             lines += ["Evaluations", text_table(*rows_of(evaluations))]

@@ -249,7 +249,7 @@ def calibration(run: Run) -> pd.DataFrame:
     if "forecast" not in run.sql("FROM groups LIMIT 0"):
         return pd.DataFrame(columns=["forecast", "alive", "groups"])
     return run.sql("""SELECT avg(forecast) AS forecast, avg((NOT dead)::INTEGER) AS alive, count(*) AS groups
-        FROM groups WHERE visits = 1 AND scored > 0 AND NOT EXISTS (FROM groups WHERE cause = 'stopped')
+        FROM groups WHERE visits = 1 AND scored > 0 AND forecast IS NOT NULL AND NOT EXISTS (FROM groups WHERE cause = 'stopped')
         GROUP BY least(floor(10 * forecast), 9) ORDER BY forecast""")
 
 

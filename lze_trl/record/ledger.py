@@ -55,7 +55,7 @@ class Ledger:
 
     groups_rolled_out: int = 0
     groups_trained: int = 0
-    visits_skipped: int = 0  # prompts that pruning left out of a pass, counted once a pass
+    visits_skipped: int = 0  # prompts that pruning or a window left out of a pass, counted once a pass
     groups_dead: int = 0
     rows_rolled_out: int = 0
     rows_trained: int = 0

@@ -21,12 +21,12 @@ def number(value: float | None) -> str:
 
 def fixed(value: float | None) -> str:
     """Write a reward, or another number of about 1, with three decimals."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.3f}"
+    return "–" if value is None or not math.isfinite(value) else f"{value:z.3f}"
 
 
 def percent(value: float | None) -> str:
     """Write a share as a percentage."""
-    return "–" if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+    return "–" if value is None or not math.isfinite(value) else f"{100 * value:z.1f} %"
 
 
 def ago(then: float) -> str:

@@ -26,6 +26,8 @@ PAID = "dead - stopped"
 _PATTERN = re.compile(r"[\[\]*?{}]|[\udc80-\udcff]")  # in a path, DuckDB may read it as a pattern, or cannot take it
 _NAME = re.compile(r"[\w.-]+")  # of a column that a search may name
 _SAMPLED, _FEW = 2_000, 12  # prompts that are looked at for values of columns, and values of a column that are listed
+# Steps begun: a batch that several updates use is recorded at the first of them, and what is logged tells of the others
+_STEPS = "greatest(coalesce(max(step) + 1, 0), coalesce((SELECT max(step) FROM steps), 0))"
 _IMAGE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/]+={0,2}")
 
 STATES = ("frontier", "solved", "hopeless", "pruned", "forgotten", "unscored", "stopped")
@@ -244,7 +246,7 @@ class Run:
         for row in rows:
             for name, value in json.loads(row).items():
                 if value is not None and _NAME.fullmatch(name):
-                    found.setdefault(name, set()).add(re.sub(r"\s+", "_", str(value).strip()))
+                    found.setdefault(name, set()).add(re.sub(r"\s+", "_", str(value), flags=re.ASCII).strip("_"))
         columns = sorted(found.items(), key=lambda column: len(column[1]))  # those of few values tell most
         return [f"{name}={value}" for name, values in columns if 1 < len(values) <= _FEW for value in sorted(values)]
 
@@ -269,11 +271,12 @@ class Run:
             "SELECT step, max(time) AS time FROM generations GROUP BY step ORDER BY step DESC LIMIT ?", [PACED]
         )
         seen = list(zip(latest["step"].tolist(), latest["time"].tolist(), strict=True))[::-1]
-        steps, updated = (seen[-1][0] + 1, seen[-1][1]) if seen else (0, None)
+        begun, updated = seen[-1] if seen else (0, None)
         each, left = pace(seen), None
         if status.state == "running" and status.max_steps and each is not None and updated is not None:
-            left = max(0.0, updated + (status.max_steps - steps + 1) * each - time.time())
-        found = {"steps": steps, "updated": updated, "state": status.state}
+            left = max(0.0, updated + (status.max_steps - begun) * each - time.time())
+        (steps,) = self.sql(f"SELECT {_STEPS} AS steps FROM generations")["steps"]
+        found = {"steps": int(steps), "updated": updated, "state": status.state}
         return found | {"max_steps": status.max_steps or None, "seconds_left": left}
 
     def summary(self) -> dict[str, Any]:
@@ -284,7 +287,7 @@ class Run:
         """
         names = {name: name for name in ("groups", "rows", "selected", "stopped")} | {"dead": PAID}
         sums = ", ".join(f"coalesce(sum({column}), 0)::BIGINT AS {name}" for name, column in names.items())
-        row = self.arrow(f"""SELECT count(*) AS generations, coalesce(max(step) + 1, 0) AS steps,
+        row = self.arrow(f"""SELECT count(*) AS generations, {_STEPS} AS steps,
             coalesce(max(pass_index), 0) AS pass_index, {sums}, arg_max(ledger, generation) AS ledger
             FROM generations""").to_pylist()[0]
         return row | {"ledger": dict(row["ledger"] or []), "prompts": self.prompt_counts()}
@@ -293,17 +296,17 @@ class Run:
         if not search:
             return "true", []
         conditions, parameters = ["true"], [search.strip()]
-        names = set(self.sql("FROM groups LIMIT 0").columns)
+        names = {name.lower(): name for name in self.sql("FROM groups LIMIT 0").columns}
         for word in search.split():
             # Columns are JSON: found as they read there, such as `"level":`, and as the values themselves read
             forms = ["contains(lower(text), ?)", "contains(lower(columns), ?)", "contains(lower(columns), ?)"]
             parameters += [word.lower(), word.lower(), json.dumps(word.lower(), ensure_ascii=False)[1:-1]]
             name, equals, value = word.partition("=")
             if equals and _NAME.fullmatch(name):
-                forms.append(r"lower(regexp_replace(trim(json_extract_string(columns, ?)), '\s+', '_', 'g')) = ?")
-                parameters += [f'$."{name}"', value.lower()]
-                if f"by.{name}" in names:  # as the values are called in metrics
-                    forms.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("by.{name}") = ?)')
+                forms.append(r"lower(trim(regexp_replace(json_extract_string(columns, ?), '\s+', '_', 'g'), '_')) = ?")
+                parameters += [f'$."{name}"', value.lower().strip("_")]
+                if column := names.get(f"by.{name.lower()}"):  # as the values are called in metrics
+                    forms.append(f'prompt_id IN (SELECT prompt_id FROM groups WHERE lower("{column}") = ?)')
                     parameters.append(value.lower())
             conditions.append(f"({' OR '.join(forms)})")
         found = f"prompt_id IN (SELECT prompt_id FROM prompts WHERE {' AND '.join(conditions)})"

@@ -28,7 +28,7 @@ class GenerationRecord:
     prompts: dict[str, np.ndarray] = field(default_factory=dict)
     rows: dict[str, np.ndarray] = field(default_factory=dict)
     pass_index: int = 0  # pass over the data
-    skipped: int = 0  # prompts of the batch that pruning left without rollouts
+    skipped: int = 0  # prompts that pruning or a window left out since the last batch
     ledger: dict[str, float] = field(default_factory=dict)  # cumulative work, see [`Ledger.summary`]
     means: dict[str, Any] = field(default_factory=dict)
     max_steps: int = 0  # optimizer steps that the run is to have, 0 if that is not known
