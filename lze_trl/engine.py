@@ -43,8 +43,14 @@ from .select.advantages import group_advantages, normalised_over_tokens, zero_st
 
 
 TENSOR_SOURCES = (
-    *("prompt", "prompt_ids", "completion_ids", "logprobs", "loss_mask"),
-    *("images", "tool_images", "environment"),
+    "prompt",
+    "prompt_ids",
+    "completion_ids",
+    "logprobs",
+    "loss_mask",
+    "images",
+    "tool_images",
+    "environment",
 )
 """Held columns from which TRL makes its tensors."""
 
@@ -394,7 +400,8 @@ class TRLAdapter:
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
         Generate and score the completions of a request. While they come in, the `foresight` says what the next round
-        will ask for. Neither reward functions nor TRL's metrics see unwanted rows of the request. The reward functions at the columns `may_fail` may raise.
+        will ask for. Reward functions and TRL's metrics do not see the unwanted rows of the request. The reward
+        functions at the columns `may_fail` may raise.
 
         Returns held columns of this process; numbers of its completions that all processes will know, int64 or float64;
         and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
@@ -522,11 +529,11 @@ class TRLAdapter:
             )
         all_readings = {column: gather_object(own) for column, own in readings.items()}
         group = np.arange(len(rewards)) // size
-        votes = ~rewards.isnan().all(dim=1).cpu().numpy()
-        settled, metrics = score_groups(trainer.group_rewards, all_readings, group, votes, trainer.accelerator)
+        has_episode = ~rewards.isnan().all(dim=1).cpu().numpy()
+        columns, metrics = score_groups(trainer.group_rewards, all_readings, group, has_episode, trainer.accelerator)
         for name, value in metrics.items():
             trainer._metrics["eval"][name].append(value)
-        return with_columns(rewards, settled)
+        return with_columns(rewards, columns)
 
     def note_by_value(self, by_value: Any, inputs: list[dict[str, Any]], rewards: torch.Tensor):
         """Log the rewards of an evaluation's batch, shape `(B, F)`, by the values of its rows' columns: one entry for each completion."""
@@ -854,9 +861,16 @@ def _as_generated(held: dict[str, Any]) -> Generated:
         if (column := columns[name]) is not None:
             pairs = zip(column, completion_ids, strict=True)
             columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
-    tool_images = [images or [] for images in columns["tool_images"] or [[]] * count]
-    sampled = columns["loss_mask"], [None] * count, columns["logprobs"]
-    return Generated(held["prompt_ids"], completion_ids, *sampled, {}, columns["images"], tool_images)
+    return Generated(
+        prompt_ids=held["prompt_ids"],
+        completion_ids=completion_ids,
+        loss_mask=columns["loss_mask"],
+        completions=[None] * count,
+        logprobs=columns["logprobs"],
+        fields={},
+        images=columns["images"],
+        tool_images=[images or [] for images in columns["tool_images"] or [[]] * count],
+    )
 
 
 def _new_log_table(size: int) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class BatchPipeline:
         self.batch: Any = None  # the `Batch` that is trained on
         self.accumulation = Accumulation()  # the optimizer step under way
         self.advice = Advice(self.args, self.recorder.reward_names)
-        self._batch_unfinished = False  # whether the next optimizer step goes on with `batch`
+        self._unfinished_at_last_step = False  # whether `batch` was unfinished at the end of the last optimizer step
         self._prefetching: Pending | None = None  # the next batch, while servers work on it
         self._position_before: dict[str, Any] = {}  # position in the data before that batch
         self._prefetched: Batch | None = None  # the next batch, already complete
@@ -76,7 +76,7 @@ class BatchPipeline:
         self.accumulation = Accumulation()
         self.batch = None
         self.micro_step = 0
-        self._batch_unfinished = False
+        self._unfinished_at_last_step = False
 
     @property
     def batches_made(self) -> int:
@@ -93,9 +93,12 @@ class BatchPipeline:
             self._start_prefetch(engine)
 
     def _is_last_step(self, engine: TRLAdapter) -> bool:
-        """Tell whether to prefetch: in the batch's last step, unless training ends. Earlier, weights would be older."""
+        """
+        Tell whether to prefetch: in the last optimizer step of the batch, unless the training ends with it. An earlier
+        batch would be older than one step, and an evaluation would have to finish it before its time.
+        """
         micro_steps_left = self._micro_steps_per_batch - self.micro_step % self._micro_steps_per_batch
-        # End of the batch in micro-steps, counted from the begin of the optimizer step
+        # End of the batch in micro-steps, counted from the beginning of the optimizer step
         end = self.accumulation.micro_steps + micro_steps_left
         accumulation = self.args.gradient_accumulation_steps
         return end <= accumulation and engine.optimizer_step + end / accumulation < engine.max_steps
@@ -154,7 +157,7 @@ class BatchPipeline:
 
     def end_optimizer_step(self, engine: TRLAdapter):
         """Close the optimizer step and log its metrics."""
-        self._batch_unfinished = self.batch_unfinished
+        self._unfinished_at_last_step = self.batch_unfinished
         skipped = self.accumulation.real_steps == 0 and not engine.scales_loss
         self.ledger.skipped_updates += skipped
         if skipped:
@@ -194,7 +197,7 @@ class BatchPipeline:
             self._record(plan, engine)
             return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
         with timed("selection"):
-            forecasts = self.state.prompts(drawn.prompt_ids).alive
+            forecasts, _ = self.state.alive(drawn.prompt_ids)
             drawn = self._remember(drawn)
             if self.state.unseen is not None:
                 drawn = drawn.with_prompts(forecast=forecasts)
@@ -309,8 +312,8 @@ class BatchPipeline:
         metrics |= self.state.foresight.metrics() | self.state.threshold.metrics() | self.advice.metrics()
         metrics |= self.rounds.guard.metrics()
         if self.state.unseen is not None:
-            planned = len(plan.rows) or plan.num_prompts
-            metrics |= self.state.unseen.metrics() | {"not_begun_share": 1.0 - len(groups) / planned}
+            not_begun = 1.0 - len(groups) / plan.num_prompts
+            metrics |= self.state.unseen.metrics() | {"not_begun_share": not_begun}
         if self.prompt_writer is not None:
             metrics |= self.prompt_writer.metrics()
         lengths = batch.prompt_tokens, batch.completion_tokens
@@ -338,8 +341,17 @@ class BatchPipeline:
             values = {f"by.{name}": v[: drawn.num_groups] for name, v in drawn.facts.get("values", {}).items()}
             prompts = prompt_columns(drawn.prompts, selected=chosen, pruned=pruned, **values)
             rows, means = row_columns(drawn), drawn.facts["means"]
-        place = {"step": engine.optimizer_step, "max_steps": engine.max_steps, "pass_index": plan.pass_index}
-        self.recorder.record(prompts, rows, drawn, self.batch_index, **place, skipped=len(plan.skipped), means=means)
+        self.recorder.record(
+            prompts,
+            rows,
+            drawn,
+            self.batch_index,
+            step=engine.optimizer_step,
+            max_steps=engine.max_steps,
+            pass_index=plan.pass_index,
+            skipped=len(plan.skipped),
+            means=means,
+        )
         self.recorder.advise(self.advice.lines())
 
     # ---- Checkpoints ----
@@ -360,20 +372,20 @@ class BatchPipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters. Rows are saved separately, see [`rows_left`]."""
-        return {"generation": self.batch_index, "micro_step": self.micro_step, "in_use": self._batch_unfinished}
+        return {"generation": self.batch_index, "micro_step": self.micro_step, "in_use": self._unfinished_at_last_step}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from the counters of a checkpoint, without its rows; an interrupted training's batches are dropped."""
         self.batch_index = state["generation"]
-        self._batch_unfinished = state["in_use"]
+        self._unfinished_at_last_step = state["in_use"]
         # Restart the count at a batch boundary, in case this run uses a different number of micro-steps per batch
-        self.micro_step = state["micro_step"] if self._batch_unfinished else 0
+        self.micro_step = state["micro_step"] if self._unfinished_at_last_step else 0
         self.batch = self._prefetching = self._prefetched = None
         self.accumulation = Accumulation()
 
     def rows_left(self) -> dict[str, Batch]:
         """Return the unfinished batches to save in a checkpoint: the current and the prefetched one. Usually empty."""
-        batches = {"rows": self.batch if self._batch_unfinished else None, "ready": self._prefetched}
+        batches = {"rows": self.batch if self._unfinished_at_last_step else None, "ready": self._prefetched}
         return {name: batch for name, batch in batches.items() if batch is not None}
 
     def load_rows(self, states: dict[str, dict[str, Any]]):

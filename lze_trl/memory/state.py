@@ -80,7 +80,7 @@ class PromptState:
     # ---- Write ----
 
     def update_range(self, scores: np.ndarray) -> int:
-        """Enter scores into the range. Returns how many prompts are not solved any more, as a higher one was seen."""
+        """Enter scores into the range. Returns how many solved prompts a new highest score has made unsolved."""
         if not self.range.observe(scores):
             return 0
         solved = self["streak"] > 0

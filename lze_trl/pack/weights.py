@@ -98,7 +98,7 @@ def row_share(rows: np.ndarray, chosen: Table, geometry: Geometry) -> float:
     """
     Return the factor of terms that TRL averages over the R rows of a micro-batch.
 
-    TRL then divides by the A micro-steps of the window, and the processes average their gradients. With N = `norm_rows`
+    TRL then divides by the A micro-steps of the optimizer step, and the processes average their gradients. With N = `norm_rows`
     and g, W as in [`Geometry`], a row weighs 1/(R·A·W) there, and has to weigh g/(A·N): the factor is R·W·g / N.
     """
     return float(len(rows) * geometry.num_processes * geometry.chunk_steps / chosen.norm_rows[rows[0]])

@@ -65,10 +65,10 @@ def checked(
     may_fail: bool = False,
 ) -> Any:
     """
-    Return a reward function for TRL to call in place of `reward_func`: it returns numbers or None, and its exceptions
-    say `name`, or, if it `may_fail`, give every completion `FAILED`. What it logs goes into the `notes`, or else to TRL; it does not see completions with a reason in
-    `reasons_now`. NaN is refused: TRL turns it into "not applicable", so a bug in a reward would silently remove
-    completions.
+    Return a reward function for TRL to call in place of `reward_func`. It returns numbers or None. Its exceptions name the
+    function; if it `may_fail`, they give every completion `FAILED` instead. What it logs goes into the `notes`, or else to
+    TRL. It does not see completions that `reasons_now` gives a reason for. NaN is refused: TRL turns it into "not
+    applicable", so a bug in a reward would silently remove completions.
     """
     if isinstance(reward_func, nn.Module):
         return reward_func

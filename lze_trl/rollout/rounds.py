@@ -79,7 +79,7 @@ class Pending:
         self.counts = counts
 
     def probabilities(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Return with which probabilities prompts were started and completed, `(P,)`; `None` where all were."""
+        """Return the probabilities with which prompts were started and completed, `(P,)` each; `None` where chance decided nothing."""
         count = len(self.plan.rows)
         start, completion = (
             None if probability is None else _padded(probability, count, 1.0)
@@ -161,7 +161,8 @@ class Rounds:
     def known_prompts(self, pending: Pending, drawn: Batch) -> Prompts:
         """Return what is known of the prompts of a batch once completions are `drawn`, with what a gate needs for its guard."""
         count = drawn.num_groups
-        start = np.ones(count) if pending.start_probability is None else _padded(pending.start_probability, count, 1.0)
+        start, _ = pending.probabilities()
+        start = np.ones(count) if start is None else start
         random_draws = keyed_rng(self.args.seed, pending.generation, "control").random(count)
         known = self.state.prompts(drawn.prompt_ids, drawn).with_columns(joined=pending.joined)
         return self.guard.with_guard_columns(known, random_draws, start)
@@ -259,7 +260,7 @@ class Rounds:
         more = self.passes.plan_next(further, plan.rows)
         pending.joined = _padded(pending.joined, len(plan.rows) + len(more.rows), pending.round)
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
-        return replace(plan, rows=rows, skipped=skipped)
+        return replace(plan, num_prompts=len(rows), rows=rows, skipped=skipped)
 
     # ---- Rewards ----
 
@@ -393,7 +394,8 @@ class Rounds:
             live = np.zeros(batch.num_groups)
             live[has_rows] = self.guard.stopped.observe(batch.alive[has_rows], completion[has_rows])
         others = batch.prompt_ids[~has_rows]
-        known_of_others = self.state.mean_scores(others), self.state.prompts(others).alive
+        forecasts, _ = self.state.alive(others)
+        known_of_others = self.state.mean_scores(others), forecasts
         round0_counts = _padded(pending.round0_counts, batch.num_groups, 0)
         return uniform_sample(batch, round0_counts, live, *known_of_others, pending.joined)
 
