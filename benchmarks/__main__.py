@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--task",
         metavar="TASK",
-        help="addition, calculator, few_sums, mixed, words, few_words, skills, count, or all for the first two; default: all",
+        help="addition, calculator, few_sums, mixed, words, words_small, few_words, skills, count, or all for the first two; default: all",
     )
     parser.add_argument("--strategies", metavar="NAME", nargs="+", help="default: all of them")
     parser.add_argument(

@@ -144,6 +144,7 @@ _SKILLS: dict[str, tuple[Maker, tuple[Row, Row]]] = {
 
 MIXES: dict[str, tuple[str, ...]] = {
     "words": ("words",),
+    "words_small": ("words",),
     "few_words": ("words",),  # the first of them, over and over
     "skills": ("words", "extreme", "count", "add", "reverse"),
     "count": ("long_count",),

@@ -17,11 +17,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+from pyarrow import compute
+
 from lze_trl.app import charts, views
 from lze_trl.app.runs import RunBook
 from lze_trl.app.views import MOST_PROMPTS
 from lze_trl.record import Run
-from lze_trl.record.writer import TelemetryWriter
+from lze_trl.record.writer import TelemetryWriter, list_parts
 
 from .synthetic import SyntheticTraining
 
@@ -31,7 +34,7 @@ _QUEUE = 32
 OPEN_SECONDS, FILTER_SECONDS, MEMORY_GROWTH = 3.0, 0.5, 1.25
 
 
-def make(directory: str | Path, records: int, prompts: int):
+def make(directory: str | Path, records: int, prompts: int, times: int = 1):
     """
     Record a synthetic run through the real writer.
 
@@ -39,6 +42,7 @@ def make(directory: str | Path, records: int, prompts: int):
         directory (`str` or `Path`): Output directory of the run.
         records (`int`): Group records.
         prompts (`int`): Prompts of the dataset.
+        times (`int`, *optional*, defaults to 1): How often the generation batches are repeated, which is faster than to record more.
     """
     # Few completions a group: their number is not what is measured, and it is most of the time
     training = SyntheticTraining(
@@ -54,6 +58,16 @@ def make(directory: str | Path, records: int, prompts: int):
         if record.generation % _QUEUE == _QUEUE - 1:
             writer.flush()
     writer.close()
+    for table in ("groups", "generations"):
+        parts = list_parts(Path(directory) / "telemetry" / table)
+        rows = pq.read_table(parts)
+        count = compute.max(rows["generation"]).as_py() + 1
+        for place in range(1, times):
+            later = rows
+            for name in ("generation", "step"):
+                values = compute.cast(compute.add(rows[name], place * count), rows[name].type)
+                later = later.set_column(later.schema.get_field_index(name), name, values)
+            pq.write_table(later, parts[-1].with_name(f"{(place + 1) * count - 1:08d}-{place}.parquet"))
 
 
 def measure(directory: str | Path) -> dict[str, float]:

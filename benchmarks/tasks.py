@@ -14,7 +14,13 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 ADDITION_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
 CALCULATOR_DIR = CHECKOUT / "runs" / "calculator"
 OF_ADDITION = ("addition", "few_sums")  # tasks with its model and data
-OF_SKILLS = ("words", "few_words", "skills", "count")  # tasks whose prompts [`~benchmarks.skills`] makes
+OF_SKILLS = (
+    "words",
+    "words_small",
+    "few_words",
+    "skills",
+    "count",
+)  # tasks whose prompts [`~benchmarks.skills`] makes
 MIXED_DIR = CHECKOUT / "runs" / "mixed"
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "test.jsonl"
 _READY_MADE = CHECKOUT.parent / "shared"
@@ -144,7 +150,8 @@ def _of_skills(title: str, max_completion_length: int, rows: int = 256, **fields
 
 
 TASKS |= {
-    "words": _of_skills("Words to numbers", 10, rows=64, eval_every=4),
+    "words": _of_skills("Words to numbers", 10),
+    "words_small": _of_skills("Words to numbers, 8 × 8", 10, rows=64, eval_every=4),
     # Nine passes over them, where pruning has something to leave out
     "few_words": _of_skills("Words to numbers, 32 prompts", 10, rows=64, steps=36, eval_every=4, train_limit=32),
     "skills": _of_skills("Five skills", 26),

@@ -217,8 +217,6 @@ class Batch:
         joined = Batch(prompts, Table(**rows), columns)
         return joined.take(np.argsort(joined.group, kind="stable"))
 
-    # ---- Between processes ----
-
     def gathered(self, values: list[Any]) -> list[Any]:
         """Gather values of all rows, in the batch's order, from each process's values for the rows that it holds."""
         from accelerate.utils import gather_object
@@ -264,8 +262,6 @@ class Batch:
         names = dict.fromkeys([*self.held, *(name for row in rows for name in row)])  # another process may have more
         held: dict[str, Any] = {name: [row.get(name) for row in rows] for name in names}
         return replace(self, held=held | {"row": wanted}, layout=layout)
-
-    # ---- Checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows, what this process holds of them, and their layout: arrays, and lists of what JSON can express."""

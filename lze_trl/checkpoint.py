@@ -4,7 +4,6 @@ import errno
 import json
 import re
 import shutil
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -177,8 +176,6 @@ def refuse_non_checkpoint(directory: str | Path) -> dict[str, Any]:
     )
 
 
-# ---- The files of transformers, accelerate and DeepSpeed ----
-
 _WEIGHTS = [f"{name}.{kind}" for name in ("model", "pytorch_model") for kind in ("safetensors", "bin", "*.index.json")]
 _FILES = {  # a checkpoint has one of each kind: whole or in shards, of LoRA, of FSDP, or of DeepSpeed (`latest`)
     "model": (*_WEIGHTS, "adapter_model.*", "*/adapter_model.*", "pytorch_model_fsdp*", "latest"),
@@ -196,6 +193,14 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
     for index in checkpoint.glob("*.index.json"):
         shards = set(_parsed(index, index.read_bytes(), json.loads)["weight_map"].values())
         missing += sorted(f"`{name}`" for name in shards if not (checkpoint / name).is_file())
+    if (latest := checkpoint / "latest").is_file():  # names the folder of DeepSpeed
+        states = checkpoint / latest.read_text().strip()
+        counts = {len(list(states.glob(f"*zero_pp_rank_*_{kind}_states.pt"))) for kind in ("model", "optim")}
+        if counts - {0, num_processes} or not any(states.glob("*model_states.pt")):  # 0 where ZeRO shards none
+            missing.append(f"`{states.name}`, or states of some of its {num_processes} processes")
+    for folder in checkpoint.glob("*_[0-9]*/"):  # of `torch.distributed.checkpoint`, which writes `.metadata` last
+        if any(folder.glob("*.distcp")) != (folder / ".metadata").exists():
+            missing.append(f"part of `{folder.name}`")
     if missing:
         only_model = "model" not in missing and "optimizer" in missing
         why = ", as with `save_only_model`" if only_model else ""
@@ -206,11 +211,14 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
                 safe_open(path, "numpy")  # compares the size with the header
             except SafetensorError as error:
                 raise CheckpointError(f"`{path}` is cut off ({error})") from error
-        elif path.suffix in (".bin", ".pt", ".pth") and not zipfile.is_zipfile(path):  # as PyTorch writes them
-            raise CheckpointError(f"`{path}` is empty or cut off")
-
-
-# ---- The run that wrote a checkpoint ----
+        elif path.suffix in (".bin", ".pt", ".pth", ".distcp"):
+            with open(path, "rb") as file:
+                begin = file.read(2)
+                file.seek(max(0, path.stat().st_size - 22))  # the bytes of the record that ends a zip
+                end = file.read()
+            # PyTorch writes zips, and wrote other files earlier
+            if len(begin) < 2 or begin == b"\0\0" or (begin == b"PK" and not end.startswith(b"PK\5\6")):
+                raise CheckpointError(f"`{path}` is empty or cut off")
 
 
 def refuse_other_run(directory: str, run: dict[str, Any]):

@@ -43,15 +43,8 @@ from .select.advantages import group_advantages, normalised_over_tokens, zero_st
 
 
 TENSOR_SOURCES = (
-    "prompt",
-    "prompt_ids",
-    "completion_ids",
-    "logprobs",
-    "loss_mask",
-    "images",
-    "tool_images",
-    "environment",
-)
+    "prompt", "prompt_ids", "completion_ids", "logprobs", "loss_mask", "images", "tool_images", "environment",
+)  # fmt: skip
 """Held columns from which TRL makes its tensors."""
 
 

@@ -354,8 +354,6 @@ class BatchPipeline:
         )
         self.recorder.advise(self.advice.lines())
 
-    # ---- Checkpoints ----
-
     def parts(self) -> dict[str, Any]:
         """Return the parts with a memory, which is the same on every process, by their names in a checkpoint."""
         writer = {} if self.prompt_writer is None else {"instruction": self.prompt_writer}

@@ -20,7 +20,8 @@ def served(directory: Path, *urls: str) -> dict:
 
 def main(directory: Path, url: str, steps: int, lora: dict | None = None, **settings):
     """Train on completions of a server, whole weights or an adapter as `lora` configures it, and leave the weights."""
-    settings["trainer"] = {} if lora is None else {"peft_config": LoraConfig(**lora)}
+    if lora is not None:
+        settings["trainer"] = {"peft_config": LoraConfig(**lora)}
     own = {"max_steps": steps, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 1}
     trainer = tiny.make(directory / "run", dataset=tiny.prompts(12), **served(directory, url) | own | settings)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
@@ -31,4 +32,5 @@ def main(directory: Path, url: str, steps: int, lora: dict | None = None, **sett
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), **json.loads("".join(sys.argv[4:]) or "{}"))
+    settings = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), **settings)

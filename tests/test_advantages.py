@@ -78,8 +78,6 @@ def test_advantages_are_centred_rewards(outcomes, scale):
             np.testing.assert_allclose(mine[known] * abs(centred).max(), centred * abs(mine).max(), atol=1e-9)
 
 
-# ---- REINFORCE++ ----
-
 RPP = "reinforce_plus_plus"
 
 

@@ -31,14 +31,17 @@ SET = [
 ]
 
 
+SLOW = {r"\boxed{(x+1)^{9999}}"}  # takes too long, so it has no score
+
+
 def scores(gold, completions):
     return dict(zip(completions, accuracy_reward(completions, [gold] * len(completions)), strict=True))
 
 
 @pytest.mark.parametrize("case", SET, ids=lambda case: case["gold"])
 def test_no_wrong_answer_is_paid(case):
-    # `None` is an answer that takes too long
-    assert [text for text, score in scores(case["gold"], case["wrong"]).items() if score not in (0.0, None)] == []
+    found = scores(case["gold"], case["wrong"])
+    assert [text for text, score in found.items() if score != 0.0 and not (score is None and text in SLOW)] == []
 
 
 def test_right_answers_are_paid_and_the_set_has_enough_of_both():
@@ -116,9 +119,6 @@ def test_a_rewrite_is_needed_and_makes_no_other_answer_right(example, monkeypatc
         assert accuracy_reward([completion], [gold]) == [0.0]
     finally:
         grading._read_plain.cache_clear()
-
-
-# ---- Boxes, and several gold answers ----
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 
 import tiny
 from launches import fork
@@ -132,6 +134,34 @@ def test_one_that_was_asleep_for_too_long_ends_when_another_has_its_folder(tmp_p
     assert first.exitcode not in (0, None) and second.is_alive()
     assert "Another training has `" in (tmp_path / "log.txt").read_text()
     second.kill()
+
+
+def test_of_trainings_that_start_together_one_goes_on(tmp_path):
+    for stale in (False, True):
+        folder, begin = tmp_path / f"{stale}", time.time() + 1.0
+        folder.mkdir()
+        if stale:
+            dead = fork(tmp_path / "log.txt", {}, hold, folder, time.time(), True)
+            dead.join(30)
+            assert (folder / "run" / NAME).exists()
+        starts = [fork(tmp_path / "log.txt", {}, hold, folder, begin, False) for _ in range(4)]
+        for process in starts:
+            process.join(60)
+        assert sorted(process.exitcode for process in starts) == [0, 3, 3, 3], (tmp_path / "log.txt").read_text()
+
+
+def hold(directory: Path, begin: float, dies: bool):
+    """Claim a folder at a time, for a while. The status is 3 if it was refused."""
+    hurry()
+    PartialState(cpu=True)
+    time.sleep(max(0.0, begin - time.time()))
+    try:
+        with claimed(directory / "run"):
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(2.0)
+    except OutputFolderError:
+        sys.exit(3)
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):

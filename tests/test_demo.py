@@ -44,9 +44,6 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-# ---- The comparison ----
-
-
 def test_arms_train_on_the_same_prompts_and_exact_ends_with_the_weights_of_plain_trl(tmp_path):
     held_out = {"eval_datasets": [str(tmp_path / "held_out.jsonl")], "per_device_eval_batch_size": 8}
     every = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5, "learning_rate": 1e-3}

@@ -1,5 +1,6 @@
-"""A disk that fills up: the error says what could not be written, what is safe and how to go on, and no run reads as finished."""
+"""Files and folders appear whole or not at all; where a disk fills up, the error says what is safe and how to go on."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,9 @@ import torch
 from transformers import TrainerCallback
 
 import tiny
+from benchmarks.settings import made_aside
 from lze_trl.checkpoint import DiskError, last_complete_checkpoint
+from lze_trl.files import write_atomically
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run as run_job
 from lze_trl.profile.folder import ProfileError, read_groups
@@ -106,3 +109,32 @@ def test_weights_for_servers_that_do_not_fit(tmp_path, disk, fakes):
     ):
         tiny.run(tmp_path / "run", trainer={"callbacks": [fills]}, dataset=tiny.prompts(12), **SAVED | own)
     assert not list(disk.glob("*/*.safetensors"))
+
+
+def test_write_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_atomically(path, b"old")
+
+    def full_disk(number):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "fsync", full_disk)
+        write_atomically(path, b"new")
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.json": b"old"}
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_folder_takes_the_place_of_the_old_one_when_it_is_done(tmp_path):
+    folder = tmp_path / "new" / "warm-start"
+    for name in ("first", "second"):
+        with made_aside(folder) as unfinished:
+            (unfinished / name).touch()
+            assert not (folder / name).exists()
+        assert [file.name for file in folder.iterdir()] == [name]
+    with pytest.raises(KeyboardInterrupt), made_aside(folder) as unfinished:
+        (unfinished / "third").touch()
+        raise KeyboardInterrupt
+    assert [file.name for file in folder.iterdir()] == ["second"]
+    assert [file.name for file in folder.parent.iterdir()] == ["warm-start"]

@@ -36,9 +36,6 @@ def pages_in(language: str, without: set[str] = frozenset()) -> pytest.MarkDecor
     return pytest.mark.parametrize("page", pages)
 
 
-# ---- Python: the blocks of a page one after the other, in a folder with a recorded run ----
-
-
 @pytest.fixture(scope="module")
 def names(tmp_path_factory) -> dict:
     """What pages take for granted: a model, data, a reward, settings, a trainer; and the run `runs/demo/lze` in this folder."""
@@ -60,18 +57,12 @@ def test_python_runs(page, names, monkeypatch, capsys):
         exec(block, page_names)
 
 
-# ---- YAML: keys of a recipe ----
-
-
 @pages_in("yaml")
 def test_yaml_is_a_recipe(page, tmp_path):
     for block in blocks_of(page, "yaml"):
         recipe = tmp_path / "recipe.yaml"
         recipe.write_text(block)
         parse_recipe([str(recipe), *ON_CPU])
-
-
-# ---- Commands ----
 
 
 def check_lze_trl(words: list[str]):

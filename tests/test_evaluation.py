@@ -268,6 +268,8 @@ def test_stop_texts_end_completions_and_are_left_out():
     for key, output in texts(engine(6), requests, Decoding(max_tokens=9, stop=(stop,))).items():
         assert output.text == free[key].text.partition(stop)[0]
         assert output.truncated == (free[key].truncated and stop not in free[key].text)
+    across = Decoding(max_tokens=9, stop=tuple({f"={output.text[:1]}" for output in free.values() if output.text}))
+    assert texts(engine(6), requests, across) == free  # none begins in the prompt
 
 
 def test_a_policy_that_sees_images_is_asked_in_text():

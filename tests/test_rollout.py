@@ -36,9 +36,6 @@ def test_sequence_logprobs(masks, expected):
     assert sequence_logprobs([[], [-1.0], []], None, 3).tolist() == [0.0, -1.0, 0.0]
 
 
-# ---- Rounds ----
-
-
 def test_columns_have_one_length():
     with pytest.raises(ValueError, match=r"same length, got \{'a': 2, 'b': 3\}"):
         Table(a=np.zeros(2), b=np.zeros(3))

@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from email.utils import formatdate
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -39,14 +40,15 @@ def failing(fault, when=lambda body: True):
 
 
 @pytest.mark.parametrize("status", [429, 503])
-@pytest.mark.parametrize("wait", ["", "1", "Wed, 21 Oct 2026 07:28:00 GMT"])
+@pytest.mark.parametrize("wait", ["", "1", "date", "nonsense"])
 def test_what_says_later_is_asked_later_and_nothing_fails(fakes, caplog, status, wait):
-    pool = loaded(fakes[:1])
-    headers = {"retry-after": wait} if wait else {}
+    pool, begin = loaded(fakes[:1]), time.time()
+    headers = {"retry-after": formatdate(begin + 2, usegmt=True) if wait == "date" else wait} if wait else {}
     fakes[0].faults[COMPLETIONS] = [Reply(status, headers)] * 3
     fakes[0].times.clear()
     assert_complete(pool, make_groups(1))
     times = [at for path, at in fakes[0].times if path == COMPLETIONS]
+    assert wait != "date" or times[1] >= int(begin + 2)
     assert wait != "1" or min(later - earlier for earlier, later in pairwise(times[:4])) >= 1.0
     assert sum("asks to come again later" in line for line in caplog.messages) == 1
     assert sum("is back" in line for line in caplog.messages) == 1

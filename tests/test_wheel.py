@@ -65,8 +65,6 @@ def test_the_wheel_names_what_the_package_imports(wheel_file):
     assert sorted(unnamed) == []
 
 
-# ---- What a release says of itself, and what SECURITY.md promises ----
-
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 UNSAFE = {"eval", "exec", "compile", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
 UNSAFE |= {"trust_remote_code=True", "allow_pickle=True"}

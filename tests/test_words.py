@@ -45,9 +45,6 @@ def numbers(text: str) -> list[str]:
     return [re.sub(r"^[-+](?=0\.0+$)", "", number) for number in re.findall(r"[-+]?\d[\d,.]*", text.replace("−", "-"))]
 
 
-# ---- Numbers ----
-
-
 def kept(page: str, link: str) -> Path:
     return PAGES[page].parent / link
 
@@ -94,9 +91,6 @@ def test_every_strategy_of_choose_has_been_measured():
     assert {name for name in named if f"| {MEASURED[name].title}" not in kept} == set()
 
 
-# ---- Words ----
-
-
 def test_terms_of_the_glossary_that_the_readme_uses_are_linked():
     terms = re.findall(r"^## (.+)$", prose("docs/glossary.md"), re.M)
     common = {"group", "cost"}  # the first is GRPO's, the second an everyday word
@@ -118,9 +112,6 @@ def test_commands_and_flags_that_pages_name_exist():
             assert command in commands, f"{page}: lze-trl {command}"
             for flag in re.findall(r"--([\w-]+)", rest):
                 assert f"--{flag}" in commands[command]._option_string_actions or flag in settings, f"{page}: --{flag}"
-
-
-# ---- Links ----
 
 
 def anchors(page: Path) -> set[str]:

@@ -272,13 +272,9 @@ class _Page:
                 versions.append(str(error))
         return versions
 
-    def _is_loading(self, given: dict[str, Any]) -> bool:
-        """Tell whether `_begin` has still to show the run of the address."""
-        return not given["run"] and bool(self.book.ids)
-
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        if seen is None or self._is_loading(given):
+        if seen is None or (not given["run"] and self.book.ids):  # the page is being loaded
             return gr.skip()
         if self._version(given) != seen:
             return self._show(*values) | {self.timer: gr.Timer(_REFRESH_SECONDS)}
@@ -305,7 +301,7 @@ class _Page:
     def _show(self, *values: Any) -> Any:
         """Return what changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
-        if self._is_loading(given):
+        if not given["run"] and self.book.ids:  # the page is being loaded, and `_begin` shows the run of the address
             return gr.skip()
         address = json.dumps({name: given[name] for name in _IN_ADDRESS})
         changes: dict[Any, Any] = {self.seen: self._version(given), self.address: address}

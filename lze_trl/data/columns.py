@@ -138,17 +138,18 @@ class Columns:
         if not self.options:
             return "label"
         rows = [(self._answer_text(row), *self._options(row)) for row in self._rows_with_answer]
-        golds = [(gold, labels, texts) for gold, labels, texts in rows if gold and texts]
-
-        def hits(reading: str) -> int:
-            named = (_option_index(reading, _boxed_or_marked(gold) or gold, *options) for gold, *options in golds)
-            return sum(index is not None for index in named)
-
-        best = max(("label", "text", "number", "number from 1"), key=hits)
-        if 2 * hits(best) < len(golds):
+        golds = [
+            (gold, _boxed_or_marked(gold) or gold, labels, texts) for gold, labels, texts in rows if gold and texts
+        ]
+        hits = {
+            reading: sum(_option_index(reading, *named) is not None for _, *named in golds)
+            for reading in ("label", "text", "number", "number from 1")
+        }
+        best = max(hits, key=lambda reading: hits[reading])
+        if 2 * hits[best] < len(golds):
             raise DataError(
                 f"{self.source!r} lists options in {self.options!r}, and most gold answers in {self.answer!r} name none of them, "
-                f"such as {golds[0][0]!r} for {golds[0][2]}. {advice('answer_column')}"
+                f"such as {golds[0][0]!r} for {golds[0][3]}. {advice('answer_column')}"
             )
         return best
 

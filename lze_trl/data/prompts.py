@@ -180,7 +180,8 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
         logger.warning(
             "%r: %d gold answers only stand where one should be, such as 'see figure': no completion can equal them. Leave such rows "
             "out; `lze-trl data` lists them.",
-            *(columns.source, count),
+            columns.source,
+            count,
         )
     if len(made) < len(table):
         if not len(made):

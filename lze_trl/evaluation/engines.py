@@ -20,6 +20,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -122,18 +124,18 @@ class TransformersEngine:
         settings = GenerationConfig(
             do_sample=False,  # `KeyedSampling` leaves one token to choose
             max_new_tokens=decoding.max_tokens,
-            stop_strings=list(decoding.stop) or None,
             eos_token_id=self.end_ids or None,
             pad_token_id=self.pad_id,
         )
         longest = max(map(len, prompts))
+        criteria = [StopTexts(self.tokenizer, decoding.stop, longest)] if decoding.stop else []
         with _replaced_settings(settings, self.model), torch.no_grad():
             generate: Any = self.model.generate
             rows = generate(
                 input_ids=pad(ids, padding_value=self.pad_id, padding_side="left"),  # (B, longest)
                 attention_mask=pad([torch.ones_like(row) for row in ids], padding_value=0, padding_side="left"),
                 logits_processor=processors,
-                tokenizer=self.tokenizer,
+                stopping_criteria=StoppingCriteriaList(criteria),
                 synced_gpus=self.synced,
             )
         ends = [str(self.tokenizer.decode(prompt[-_TAIL:])) for prompt in prompts]
@@ -141,7 +143,7 @@ class TransformersEngine:
         return [replace(output, prompt_end=end) for output, end in zip(outputs, ends, strict=True)]
 
     def _read(self, row: list[int], decoding: Decoding) -> Output:
-        """Read a completion, without its padding and from its first stop text on."""
+        """Read a completion up to its padding, or its first stop text."""
         end = next((place for place, token in enumerate(row) if token in self.end_ids or token == self.pad_id), None)
         tokens = len(row) if end is None else end + (row[end] in self.end_ids)
         text = str(self.tokenizer.decode(row[:tokens], skip_special_tokens=True))
@@ -160,6 +162,20 @@ class KeyedSampling(LogitsProcessor):
         drawn = torch.tensor([1.0 - generator.random() for generator in self.generators]).to(cumulated)  # in (0, 1]
         token = (cumulated < drawn[:, None] * cumulated[:, -1:]).sum(-1, keepdim=True)  # (B, 1)
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+class StopTexts(StoppingCriteria):
+    """Ends a completion at a stop text. The `stop_strings` of transformers may begin in the prompt, those of a server do not."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], start: int):
+        self.tokenizer, self.stop, self.start = tokenizer, stop, start
+        self.most = 1 + max(len(text.encode()) for text in stop)  # tokens that a text may take, and the one before
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        begin = max(self.start, input_ids.shape[1] - self.most)
+        texts = self.tokenizer.batch_decode(input_ids[:, begin:], skip_special_tokens=True)
+        ended = [any(stop in text for stop in self.stop) for text in texts]
+        return torch.tensor(ended, device=input_ids.device)
 
 
 @contextmanager

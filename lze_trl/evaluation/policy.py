@@ -20,10 +20,10 @@ OpenSampler = Callable[[], AbstractContextManager[Sampler | None]]
 
 def engine_of(trainer: GRPOTrainer) -> OpenSampler:
     """
-    Make what opens an engine with a trainer's current weights: its own vLLM servers if it generates with these over HTTP, else the
-    model in its processes. All processes must open it. The main one gets the engine; the others take part, and get `None`.
+    Return a function that opens an engine with a trainer's current weights: the trainer's vLLM servers if it generates with these over
+    HTTP, else the model in its processes. All processes must open it. The main one gets the engine; the others take part, and get `None`.
     """
-    args: Any = trainer.args  # perhaps `LZEGRPOConfig`, which this room does not know
+    args: Any = trainer.args  # perhaps `LZEGRPOConfig`, which this package does not import
     accelerator = trainer.accelerator
 
     @contextmanager
@@ -38,8 +38,10 @@ def engine_of(trainer: GRPOTrainer) -> OpenSampler:
         model, was_training = trainer.model_wrapped, own.training
         processing: Any = trainer.processing_class
         tokenizer = processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
-        settings: dict[str, Any] = {"gather_deepspeed3_params": args.ds3_gather_for_generation}
-        settings |= {"gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs}
+        settings: dict[str, Any] = {
+            "gather_deepspeed3_params": args.ds3_gather_for_generation,
+            "gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs,
+        }
         with (
             unwrap_model_for_generation(model, accelerator, **settings) as unwrapped,
             DistributedBackend(accelerator).summon_full_params(model, recurse=False),

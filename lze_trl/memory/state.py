@@ -77,8 +77,6 @@ class PromptState:
         """Find the row of each prompt, shape `(n,)`; −1 if it was never visited."""
         return self._index.find(prompt_ids)
 
-    # ---- Write ----
-
     def update_range(self, scores: np.ndarray) -> int:
         """Enter scores into the range. Returns how many solved prompts a new highest score has made unsolved."""
         if not self.range.observe(scores):
@@ -192,8 +190,6 @@ class PromptState:
             self._table["prompt_ids"][rows[new]] = prompt_ids[new]
         return rows
 
-    # ---- Read: by prompt ids of shape `(P,)` ----
-
     def pruned(self, prompt_ids: np.ndarray) -> np.ndarray:
         return self._records(prompt_ids)["pruned"]
 
@@ -260,8 +256,6 @@ class PromptState:
 
     def metrics(self) -> dict[str, float]:
         return {"pruned_prompts": float(self["pruned"].sum()), "seen_prompts": float(len(self))}
-
-    # ---- Save ----
 
     def parts(self) -> dict[str, Any]:
         """Return itself and what it learns, by the name that each has in a checkpoint."""

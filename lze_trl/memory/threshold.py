@@ -31,9 +31,8 @@ class Threshold:
         """Forecast, by its first completion, that each whole group will be alive, `(P,)`; NaN without one."""
         known = drawn.sizes > 0
         chances = np.full(len(prompts), np.nan)
-        if known.any():
-            model, offset = self.model.forecasts(*_examples(prompts.take(known), drawn))
-            chances[known] = model if self.model.used else offset
+        model, offset = self.model.forecasts(*_examples(prompts.take(known), drawn))
+        chances[known] = model if self.model.used else offset
         return chances
 
     def needed(self, prompts: Prompts) -> np.ndarray:
@@ -50,8 +49,6 @@ class Threshold:
         mean = (prompts.alive.sum() + forecast) / (len(prompts) + count)
         to_begin = needed_to_begin(mean / self.group_size, self.group_size)
         others, begun = self.group_size - 1, ~np.isnan(given_first)
-        if not begun.any():
-            return np.full(len(prompts), to_begin)
         live, completions = self._yield
         best = max(live - live**0.5, 0.0) / max(completions, 1.0)
         if not self.independent:

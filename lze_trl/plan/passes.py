@@ -27,16 +27,15 @@ class Plan:
     pass_index: int
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of this process, one per completion
     rows: np.ndarray = field(default_factory=_NOTHING.copy)  # (P,): rows of the training set
-    skipped: np.ndarray = field(
-        default_factory=_NOTHING.copy
-    )  # ids that the planner or the window left out since the last batch
+    # Ids that the planner or the window left out since the last batch
+    skipped: np.ndarray = field(default_factory=_NOTHING.copy)
 
 
+@dataclass
 class EmptyRows:
     """Empty rows for a loader that only counts micro-steps, because the rows come from our order of the training set."""
 
-    def __init__(self, count: int):
-        self.count = count
+    count: int
 
     def __len__(self) -> int:
         return self.count
@@ -159,8 +158,7 @@ class Passes:
 
     def owners(self, count: int) -> np.ndarray:
         """Share `count` rows, or groups, evenly: the process of each, shape `(count,)`. The first processes may have one more."""
-        processes = self.accelerator.num_processes
-        return np.repeat(np.arange(processes), [len(share) for share in np.array_split(np.empty(count), processes)])
+        return np.sort(np.arange(count) % self.accelerator.num_processes)
 
     def load_local_share(self, rows: np.ndarray, owner: np.ndarray | None = None) -> list[dict[str, Any]]:
         """Load this process's rows, on all as many, with surplus ones at the end. `owner`, `(n,)`, is ascending."""

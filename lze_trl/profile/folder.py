@@ -17,14 +17,8 @@ PREFIX = "profile_"
 """Begins the names of columns where the data have one of the same name."""
 _REWARDS = ("pass_reward", "pass_threshold", "reward_range", "alive", "multi_objective_aggregation")
 _SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "max_completion_length",
-    "generation_kwargs",
-)
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length", "generation_kwargs",
+)  # fmt: skip
 
 
 class ProfileError(ValueError):

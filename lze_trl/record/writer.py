@@ -62,7 +62,8 @@ class TelemetryWriter:
             _remove_rows(self.directory, resumed_generation)
         except (TelemetryError, OSError, ValueError):  # of another run or version, or damaged
             _move_aside(self.directory)
-        self._known = _recorded_prompts(self.directory)
+        parts = list_parts(self.directory / "prompts")
+        self._known = set(ds.dataset(parts).to_table(["prompt_id"])["prompt_id"].to_pylist()) if parts else set()
         self.directory.mkdir(parents=True, exist_ok=True)
         meta.write(self.directory)
         before = Status.read(self.directory)
@@ -188,8 +189,3 @@ def _remove_rows(directory: Path, generation: int):
         if len(rows):
             write_part(path.with_name(f"{generation - 1:08d}-{path.name.partition('-')[2]}"), rows)
         path.unlink()
-
-
-def _recorded_prompts(directory: Path) -> set[int]:
-    parts = list_parts(directory / "prompts")
-    return set(ds.dataset(parts).to_table(["prompt_id"])["prompt_id"].to_pylist()) if parts else set()

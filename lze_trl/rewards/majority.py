@@ -169,23 +169,23 @@ class MajorityReward:
         counts = np.bincount(classes[classes >= 0], minlength=2)  # votes of each class
         wins = classes == counts.argmax()  # the first of several
         winner = _most_frequent([vote for vote, won in zip(votes, wins, strict=True) if won])
-        reasons = self._reasons(counts, len(votes)) if final else {}
+        share, valid_share = float(counts.max() / len(votes)), float(counts.sum() / len(votes))
+        reasons = self._reasons(counts, share, valid_share) if final else {}
         reason = next((name for name, applies in reasons.items() if applies), None)
         label_metrics = _label_metrics(winner, ballots[0].gold) if final and reason is None else {}
         if any(ballot.grade is not None for ballot in ballots):
             scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
             return Verdict(scores, {"gold_share": 1.0, **label_metrics}, winner)
-        shares = {"winner_share": counts.max() / len(votes), "no_vote_share": 1.0 - counts.sum() / len(votes)}
-        metrics = {"gold_share": 0.0, **{name: float(share) for name, share in shares.items()}}
+        metrics = {"gold_share": 0.0, "winner_share": share, "no_vote_share": 1.0 - valid_share}
         metrics |= {"abstained": float(reason is not None), **label_metrics}
         metrics |= {f"abstained_{name}": float(name == reason) for name in reasons}
         rewards = wins.astype(np.float64).tolist() if reason is None else [None] * len(ballots)
         return Verdict(rewards, metrics, winner)
 
-    def _reasons(self, counts: np.ndarray, total: int) -> dict[str, bool]:
+    def _reasons(self, counts: np.ndarray, share: float, valid_share: float) -> dict[str, bool]:
+        """Say of each reason to abstain whether it applies."""
         next_most, most = np.sort(counts)[-2:]
         low, high = self.bounds
-        share, valid_share = float(most / total), float(counts.sum() / total)
         has_few_votes = valid_share < self.min_valid or valid_share == 0.0
         applies = has_few_votes, share < low, share > high, bool(most - next_most < self.margin)
         return dict(zip(REASONS_TO_ABSTAIN, applies, strict=True))

@@ -67,7 +67,7 @@ def budget(seconds: float | None = None) -> Iterator[None]:
 def run_with_timeout(function: Callable, *args: Any, seconds: float | None = None) -> Any:
     """
     Return the result of a function that may compute for `seconds`; by default, for what the limit of an answer and the budget leave.
-    Raises [`GradingTimeout`] if it takes longer. Within another such call, the limit of the outer one holds.
+    Raises [`GradingTimeout`] if it takes longer. Garbage collection is off meanwhile. Within another such call, the outer limit holds.
     """
     if _this_thread.runs or threading.current_thread() is not threading.main_thread():
         return function(*args)  # the interruption goes on to the outer call: this one has not used up its own time
@@ -82,9 +82,10 @@ def run_with_timeout(function: Callable, *args: Any, seconds: float | None = Non
             raise _Interruption
 
     previous: Any = signal.signal(signal.SIGVTALRM, tick)
-    _this_thread.runs, collects = True, gc.isenabled()
-    gc.disable()  # going through all objects of a training takes longer than reading an answer
+    collects = gc.isenabled()
     try:
+        _this_thread.runs = True
+        gc.disable()  # going through all objects of a training takes longer than reading an answer
         try:
             # It counts the processor time of all threads, which is at least that of this one
             signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)

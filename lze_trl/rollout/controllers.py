@@ -212,12 +212,10 @@ class Gate(RolloutController):
         without_control = np.ones(len(prompts))
         np.divide(probabilities - control, 1.0 - control, out=without_control, where=control < 1.0)
         goes_on = (rng.random(len(prompts)) < without_control) | (prompts.random_draw < self.control)
-        return np.where(goes_on, self._further(round, prompts, drawn), 0)
-
-    def _further(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """Return how many completions this round may draw of each prompt: its first one, or, once it has one, the others."""
+        # The first completion of a prompt, or, once it has one, the others
         age, at_first = round - prompts.joined, self.group_size if draws_whole(prompts) else 1
-        return np.where(age == 0, at_first, np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0))
+        others = np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0)
+        return np.where(goes_on, np.where(age == 0, at_first, others), 0)
 
     def _control(self, prompts: Prompts) -> np.ndarray:
         """Return the probability that a started prompt is drawn whole, whatever is forecast."""

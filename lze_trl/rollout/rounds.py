@@ -38,9 +38,7 @@ MAX_ROUNDS = 100
 READINGS = "readings."
 """Held columns with what group rewards have read of each completion, by the column of the reward function."""
 
-
-def _no_counts() -> np.ndarray:
-    return np.empty(0, dtype=np.int64)
+_NONE = np.empty(0, dtype=np.int64)
 
 
 @dataclass
@@ -53,15 +51,15 @@ class Pending:
     request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
     step: int = 0  # optimizer steps so far
     ahead: LookAhead | None = None  # to the next round
-    counts: np.ndarray = field(default_factory=_no_counts)  # (P,): completions asked for in the round under way
-    owner: np.ndarray = field(default_factory=_no_counts)  # (B,): process of each completion
+    counts: np.ndarray = field(default_factory=_NONE.copy)  # (P,): completions asked for in the round under way
+    owner: np.ndarray = field(default_factory=_NONE.copy)  # (B,): process of each completion
     round: int = 0
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
     # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
-    joined: np.ndarray = field(default_factory=_no_counts)  # round in which the prompt was first planned
-    round0_counts: np.ndarray = field(default_factory=_no_counts)  # completions asked for in round 0
-    first_round_counts: np.ndarray = field(default_factory=_no_counts)  # in the first round that asked for some
+    joined: np.ndarray = field(default_factory=_NONE.copy)  # round in which the prompt was first planned
+    round0_counts: np.ndarray = field(default_factory=_NONE.copy)  # completions asked for in round 0
+    first_round_counts: np.ndarray = field(default_factory=_NONE.copy)  # in the first round that asked for some
     start_probability: np.ndarray | None = None  # with which its first round has asked for completions
     completion_probability: np.ndarray | None = None  # with which a later round has
 
@@ -297,9 +295,8 @@ class Rounds:
         }
         if not readings:
             return batch
-        weights, has_episode = engine.reward_weights.cpu(), np.ones(batch.num_rows, dtype=bool)
-        if "failed" in batch.rows:
-            has_episode = batch.failed == 0
+        weights = engine.reward_weights.cpu()
+        has_episode = batch.failed == 0 if "failed" in batch.rows else np.ones(batch.num_rows, dtype=bool)
         score_all = partial(score_groups, engine.group_rewards, readings, batch.group, has_episode, self.accelerator)
         of_groups, metrics = score_all()
         per_func = with_columns(torch.from_numpy(batch.rewards_per_func), of_groups)

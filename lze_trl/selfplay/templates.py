@@ -29,14 +29,15 @@ def request_text(exemplars: Sequence[str]) -> str:
 
 def read_problems(text: str, exemplars: int, truncated: bool) -> list[Item]:
     """
-    Read the problems of an answer to a request with k `exemplars`. It begins with item k + 1, whether it repeats the number or not.
+    Read the problems of an answer to a request with k `exemplars`. It goes on with item k + 1, with or without the number, or begins its
+    own list at 1. Words before a line with the number k + 1 introduce it.
 
     A number begins an item only at the beginning of a line, and only if it continues the count: "leaves at 3. It…" does not. An
     item ends with its paragraph: what a model says between items is not part of them.
     """
     rest, number, texts = after_thinking(text).strip(), exemplars + 1, []
-    start = re.match(r"\**(\d+)[.)]\**\s", rest)
-    if start and int(start[1]) in (1, number):  # a model may begin its own list
+    start = re.match(rf"(?:[^\n]*:\s*\n\s*)?\**({number})[.)]\**\s", rest) or re.match(r"\**(1)[.)]\**\s", rest)
+    if start:
         number, rest = int(start[1]), rest[start.end() :]
     while rest:
         number += 1

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from operator import itemgetter
 from typing import Any
 from urllib.parse import urlsplit
@@ -389,9 +391,12 @@ def _check_reason(choice: dict) -> str:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:
-    """Return the seconds that an answer asks to wait; 0 if it names none, or a date: then the pauses grow by themselves."""
+    """Return the seconds that an answer asks to wait, as a number or as a date; 0 if it names none."""
     wanted = headers.get("retry-after", "")
-    return float(wanted) if wanted.isdecimal() else 0.0
+    with suppress(ValueError, OverflowError):
+        date = None if wanted.isdecimal() else parsedate_to_datetime(wanted)
+        return float(wanted) if date is None else max(0.0, date.timestamp() - time.time())
+    return 0.0
 
 
 def _short(value: Any) -> str:

@@ -33,8 +33,9 @@ from .weights import ChangedShare, base_model, export_adapter, export_weights, u
 logger = logging.getLogger(__name__)
 
 # Fields of a request that decide the form of an answer
-_RESERVED = ["model", "prompt", "n", "logprobs", "prompt_logprobs", "return_token_ids"]
-_RESERVED += ["seed", "stream", "echo", "use_beam_search"]
+_RESERVED = (
+    "model", "prompt", "n", "logprobs", "prompt_logprobs", "return_token_ids", "seed", "stream", "echo", "use_beam_search",
+)  # fmt: skip
 # Sampling settings, with the values that leave log-probs as the model computes them
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -168,7 +169,8 @@ class HTTPGeneration:
             if why is None:
                 return
             self._payload = self._whole_weights(why)
-            self._adapter, self._base, self._adapter_name = None, None, ""
+            self._adapter = self._base = None
+            self._adapter_name = ""
         self._send()
 
     def _base_has_changed(self) -> bool:
@@ -219,7 +221,8 @@ class HTTPGeneration:
         tolerance = self.args.vllm_server_kwargs["sync_tolerance"]
         if tolerance is None:
             tolerance = tolerance_for(self.model, self.accelerator, self.pool.servers)
-        changed = math.nan if self._adapter else self._changed_share.share(self._dtype)
+        # A change far below the rounding of a usual weight, as of a bias near zero, moves no log-prob
+        changed = math.nan if self._adapter else self._changed_share.share(self._dtype, noise=1 / 16)
         changed = 1.0 if math.isnan(changed) else changed
         base = self._base[1] if self._base else None
         return Snapshot(directory.name, str(directory), self._probe, reference, tolerance, changed, base)
@@ -281,7 +284,7 @@ class HTTPGeneration:
 
     def generate_groups(self, prompts: list[list[int]], counts: list[int]) -> list[list[Completion]]:
         """
-        Complete each prompt `count` times, at least once. Every process gives the same arguments, and gets all groups. If no server
+        Complete each prompt as often as `counts` says, at least once, at least once. Every process gives the same arguments, and gets all groups. If no server
         can complete a prompt, and they have completed others, its completions are one token each and have a `failure`.
         """
         mode = "train" if self.model.training else "eval"  # an evaluation changes nothing of the training

@@ -99,10 +99,10 @@ class ChangedShare:
                 self._now[name] = flat[::stride].clone()
             yield name, tensor
 
-    def share(self, dtype: torch.dtype) -> float:
+    def share(self, dtype: torch.dtype, noise: float = 0.0) -> float:
         """
-        Return the share of the sampled weights, rounded to a type, that the last export has moved; NaN before the second export. A
-        change far below the rounding of a usual weight, as of a bias near zero, does not count: it moves no log-prob.
+        Return the share of the sampled weights, rounded to a type, that the last export has moved by more than `noise` times the
+        rounding of a usual weight; NaN before the second export.
         """
         if not self._before or self._before.keys() != self._now.keys():
             return math.nan
@@ -110,7 +110,7 @@ class ChangedShare:
             torch.cat([sample.to(dtype).float() for sample in samples.values()])
             for samples in (self._before, self._now)
         )
-        least = now.abs().median() * torch.finfo(dtype).eps / 16
+        least = now.abs().median() * torch.finfo(dtype).eps * noise
         return float(((now - before).abs() > least).float().mean())
 
 
