@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from .comparison import processor
 from .run import machine
 from .settings import write_json, write_text
 
@@ -36,8 +37,7 @@ class KeptRun:
 def stamped(**content: Any) -> dict[str, Any]:
     """Return a result with the machine, in words, and the date."""
     found = machine()
-    gpu = f"{found['gpu']}, " if "gpu" in found else ""
-    words = f"{gpu}{found['cpu']}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"
+    words = f"{processor(found)}, {found['cores']} cores, PyTorch {torch.__version__} on {found['threads']} of them"
     return content | {"machine": words, "date": datetime.now(UTC).date().isoformat()}
 
 

@@ -81,7 +81,7 @@ def markdown(sections: Sequence[Section]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None):
-    """Entry point of `python -m benchmarks.profiled`."""
+    """Run `python -m benchmarks.profiled`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiled", description=__doc__.splitlines()[1])
     parser.add_argument("--tasks", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

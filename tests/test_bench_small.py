@@ -24,7 +24,7 @@ from benchmarks.seconds import least_overlapped
 from benchmarks.self_play import ARMS, planned, read_results, report
 from benchmarks.skills import HELD_OUT_ROWS, MIXES, TRAIN_ROWS, in_words, make_rows
 from benchmarks.strategies import BASELINE
-from benchmarks.tasks import TaskFiles
+from benchmarks.tasks import OF_SKILLS, TaskFiles
 from benchmarks.timed_server import Timing, dead_share, on_paper, serving
 from launches import run_to_end
 from lze_trl import LZEGRPOConfig
@@ -60,6 +60,7 @@ ANSWERS["long_count"] = ANSWERS["count"]
 
 @pytest.mark.parametrize("task", MIXES)
 def test_prompts_are_seeded_and_answers_are_true(task):
+    assert set(OF_SKILLS) == set(MIXES)
     rows = make_rows(task, TRAIN_ROWS, seed=1)
     assert rows == make_rows(task, TRAIN_ROWS, seed=1) != make_rows(task, TRAIN_ROWS, seed=2)
     prompts = {row["prompt"] for row in rows}

@@ -142,7 +142,7 @@ class Columns:
             (gold, _boxed_or_marked(gold) or gold, labels, texts) for gold, labels, texts in rows if gold and texts
         ]
         hits = {
-            reading: sum(_option_index(reading, *named) is not None for _, *named in golds)
+            reading: sum(_option_index(reading, named, labels, texts) is not None for _, named, labels, texts in golds)
             for reading in ("label", "text", "number", "number from 1")
         }
         best = max(hits, key=lambda reading: hits[reading])
