@@ -102,7 +102,7 @@ def load_parts(directory: str | Path, parts: dict[str, Any]) -> dict[str, Any]:
 def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
     try:
         return parse(data)
-    except (ValueError, SafetensorError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"`{file}` is damaged ({error}). Use another checkpoint.") from error
 
 
@@ -191,7 +191,7 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
     wanted |= {f"rows (`{name}`)": (name,) for name in rows}
     missing = [what for what, names in wanted.items() if not any(list(checkpoint.glob(name)) for name in names)]
     for index in checkpoint.glob("*.index.json"):
-        shards = set(_parsed(index, index.read_bytes(), json.loads)["weight_map"].values())
+        shards = _parsed(index, index.read_bytes(), lambda data: set(json.loads(data)["weight_map"].values()))
         missing += sorted(f"`{name}`" for name in shards if not (checkpoint / name).is_file())
     if (latest := checkpoint / "latest").is_file():  # names the folder of DeepSpeed
         states = checkpoint / latest.read_text().strip()
