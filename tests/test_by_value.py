@@ -1,5 +1,6 @@
 """Rewards, dead groups and costs by the values of columns of the data."""
 
+import html
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from case_runs import leave
 from controllers_run import FixedTrainer
 from launches import assert_one, launch
 from lze_trl import hub
+from lze_trl.app import views
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.names import label
 from lze_trl.record import open_run
@@ -111,7 +113,11 @@ def test_the_parts_make_the_whole(tmp_path, chat, capsys):
     table, said = value_tables(run)["source"].set_index("value"), capsys.readouterr().out
     assert table["mostly"]["easy"] == "all right" and table["held-out"].dropna().to_dict() == means
     assert "By source\n" in said and f"advice: `source = {hard}` took" in said
-    assert f'data-row="source={hard}"' in (tmp_path / "report/report.html").read_text()
+    assert f'data-row="source={hard}"' in (report := (tmp_path / "report/report.html").read_text())
+    # In the app, the advice on a value opens its prompts
+    opened = re.findall(r'<button type="button" data-row="(.*?)"', views.cards(run, "{}"))
+    assert {"tab": "Prompts", "search": f"source={hard}"} in [json.loads(html.unescape(target)) for target in opened]
+    assert '<button type="button"' not in report
     # Prompts are found by a value
     assert len(run.prompts(search=f"source={hard.upper()}")) == sum(run.prompt_counts(f"source={hard}").values()) == 5
     assert run.prompts(search="source=mid level=0.5").shape[0] == 1 and run.prompts(search="source=none").empty

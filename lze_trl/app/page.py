@@ -195,6 +195,8 @@ class _Page:
             event(self._hold, None, self.held, **quiet)
         for part in (self.table, self.scatter):
             part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
+        told = [self.state, self.search, self.named, self.tab, self.pages]
+        self.cards.click(self._open_told, None, told, **quiet).then(**show)
         self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet).then(**show)
         self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet).then(**show)
         self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet).then(**show)
@@ -228,6 +230,13 @@ class _Page:
 
     def _open_state(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[1], gr.Tabs(selected=TABS[1])
+
+    def _open_told(self, event: gr.EventData) -> tuple[Any, ...]:
+        """Open what a sentence of advice is about, see [`~views.cards`]."""
+        target = json.loads(event.row)
+        tab, search = target["tab"], target.get("search", "")
+        of_prompts, of_settings = (search, "") if tab == TABS[1] else ("", search)
+        return target.get("state", "all"), of_prompts, of_settings, tab, gr.Tabs(selected=tab)
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""

@@ -9,7 +9,7 @@ const act = ({target}) => {
     document.body.append(told);
   }
   if (copied) return navigator.clipboard?.writeText(copied.dataset.copy);
-  const heading = target.closest("th[data-sort]"), row = target.closest("tr[data-row]");
+  const heading = target.closest("th[data-sort]"), row = target.closest("[data-row]");
   if (heading) { held = false; trigger("select", {...heading.dataset}); }
   else if (row) {
     trigger("click", {...row.dataset});
@@ -37,6 +37,6 @@ element.addEventListener("mouseover", ({target}) => {
 element.addEventListener("mouseleave", () => { held = false; trigger("blur", {rows: []}); });
 element.addEventListener("keydown", (event) => {
   const step = {ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling"}[event.key];
-  if (event.key === "Enter") act(event);
+  if (event.key === "Enter" && !event.target.matches("button")) act(event);
   else if (step && event.target.matches("tr[data-row]")) { event.preventDefault(); event.target[step]?.focus(); }
 });

@@ -51,6 +51,8 @@ MOST_PROMPTS, MOST_ROWS = 2000, 200
 """Prompts that the chart, and the table, show at most: the first ones in the order of the table."""
 
 _CODE = re.compile("`([^`]+)`")
+_SETTING = re.compile(r"`(\w+)(?=[`: ])")
+_OF_VALUE = re.compile(r"`(\w+) = ([^`]+)` took ")
 _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")  # as the recorder writes messages
 
 # Beginnings of settings that do not describe the experiment: where a run writes, what it logs, where its servers are
@@ -87,7 +89,20 @@ def cards(run: Run, sparkline: str = "") -> Markup:
     found = cards_of(run)
     if not found:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
-    return HTML.cards(found, sparkline, Status.read(run.directory).advice)
+    lines = Status.read(run.directory).advice
+    return HTML.cards(found, sparkline, {line: _targets(run, line) if sparkline else {} for line in lines})
+
+
+def _targets(run: Run, advice: str) -> dict[str, dict[str, str]]:
+    """Say which prompts and settings a sentence is about: by the words of a link, the tab, state and search that it opens."""
+    found = {}
+    if of_value := _OF_VALUE.match(advice):
+        found["these prompts"] = {"tab": "Prompts", "search": "=".join(of_value.groups())}
+    for state in ("solved", "hopeless"):
+        if f"with this cause: {CAUSES[state]}." in advice and not of_value:
+            found["these prompts"] = {"tab": "Prompts", "state": state}
+    names = [name for name in _SETTING.findall(advice) if name in run.meta.settings]
+    return found | {name: {"tab": "Settings", "search": name} for name in names}
 
 
 def evaluations(run: Run) -> Markup:
