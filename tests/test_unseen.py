@@ -207,10 +207,11 @@ def test_a_window_that_knows_nothing_is_the_order_of_the_pass():
     assert [stream.take(7).tolist() for _ in range(9)] == [plain.take(7).tolist() for _ in range(9)]
 
 
-def test_what_is_dead_to_the_end_of_a_pass_is_mostly_left_to_the_next_one():
+@pytest.mark.parametrize("size", [1, 10])  # of a batch: the few candidates for one prompt are often all alike
+def test_what_is_dead_to_the_end_of_a_pass_is_mostly_left_to_the_next_one(size):
     stream, taken, left = stream_of(900, 4), [], []
     while True:
-        batch = stream.take(10)
+        batch = stream.take(size)
         if stream.pass_index > 0:
             break
         taken.append(batch)
@@ -220,6 +221,16 @@ def test_what_is_dead_to_the_end_of_a_pass_is_mostly_left_to_the_next_one():
     assert np.isin(live, taken).mean() > 0.95
     assert 400 < len(left) < 600 and (left % 3 > 0).mean() > 0.95
     assert 0 < (np.isin(taken, live, invert=True)).sum() < 200  # of what is dead, a share is seen again
+
+
+def test_rows_that_a_batch_holds_take_no_place_among_the_candidates():
+    held = np.arange(0, 60, 3)
+    plain, others = stream_of(90, 3), stream_of(90, 3)
+    for stream in (plain, others):
+        stream.take(0)
+        stream._begin_next_pass()
+    plain._queue = np.setdiff1d(plain._queue, held)
+    assert plain.take(6).tolist() == others.take(6, held).tolist()
 
 
 @settings(max_examples=40)

@@ -35,7 +35,7 @@ class PromptStream:
 
     With a `window` above 1, the best of so many batches come first, and the others wait until the end of the pass:
     those whose groups are the likeliest to be alive, by draws of what is believed of them. Once all have been among
-    them and only dead ones are left, a share of these ends the pass.
+    them, dead ones are left to the next pass, but for a share that is checked again.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class PromptStream:
         self._queue = _NO_ROWS  # rows of the rest of the pass
         self.passed_over = _NO_ROWS  # rows that the last `take` has left out of the pass as dead
         self._choices = 0  # of a window's best, so far
-        # Of this pass: its prompts, candidates so far, live groups among them as forecast, and whether only dead ones are left
-        self._ranked = np.array([np.inf, 0.0, 0.0, 0.0])
+        # Of this pass: its prompts, candidates so far, and live groups among them as forecast
+        self._ranked = np.array([np.inf, 0.0, 0.0])
         self._warned = False
         self.replace_rows(prompt_ids)
 
@@ -102,35 +102,47 @@ class PromptStream:
 
     def _take_from_queue(self, count: int, held: np.ndarray) -> np.ndarray:
         """Take at most `count` rows of the queue that a batch does not hold. Rows that it holds move to the end."""
-        if self.window > 1 and count:
-            self._bring_forward(count)
-        if len(held) == 0:  # the usual case costs O(count)
-            batch, self._queue = self._queue[:count], self._queue[count:]
-            return batch
-        again = np.isin(self._queue, held)
-        fresh = self._queue[~again]
-        self._queue = np.concatenate([fresh[count:], self._queue[again]])
-        return fresh[:count]
+        fresh, waiting = self._queue, _NO_ROWS
+        if len(held):  # the usual case costs O(count)
+            again = np.isin(self._queue, held)
+            fresh, waiting = self._queue[~again], self._queue[again]
+        if self.window > 1 and count and len(fresh):
+            fresh = self._best_first(fresh, count)
+        batch, rest = fresh[:count], fresh[count:]
+        self._queue = np.concatenate([rest, waiting]) if len(waiting) else rest
+        return batch
 
-    def _bring_forward(self, count: int):
-        """Let the `count` best of the next candidates come first, and the others wait until the end of the pass."""
+    def _best_first(self, queue: np.ndarray, count: int) -> np.ndarray:
+        """
+        Return the rest of the pass with the `count` best of the next candidates first, and the others of them last. From when all rows of
+        the pass have been candidates, those of which even the best are dead are passed over, but for a share that is checked again.
+        """
         rng = keyed_rng(self.seed, self._choices, "window")
         self._choices += 1
-        candidates, rest = np.split(self._queue, [self.window * count])
-        chances, drawn = self.state.alive(self.prompt_ids[candidates], rng=rng)
-        if not len(drawn) or drawn.min() == drawn.max():
-            return
-        best, others = (np.sort(part) for part in np.split(np.argsort(-drawn, kind="stable"), [count]))
-        self._queue = np.concatenate([candidates[best], rest, candidates[others]])
-        size, ranked, live, only_dead = self._ranked
+        best = others = _NO_ROWS
+        while len(best) < count and len(queue):
+            missing = count - len(best)
+            chances, drawn = self.state.alive(self.prompt_ids[queue[: self.window * missing]], rng=rng)
+            if drawn.min() == drawn.max():  # all are alike, so the order of the pass stays
+                chances, drawn = chances[:missing], drawn[:missing]
+            candidates, queue = np.split(queue, [len(drawn)])
+            ranking = np.argsort(-drawn, kind="stable")
+            if self._are_dead(chances, ranking[:missing]):
+                again = rng.random(len(candidates)) < _RECHECKED
+                self.passed_over = np.append(self.passed_over, candidates[~again])
+                ranking = ranking[again[ranking]]
+            chosen, left = (candidates[np.sort(part)] for part in np.split(ranking, [missing]))
+            best, others = np.append(best, chosen), np.append(others, left)
+        return np.concatenate([best, queue, others])
+
+    def _are_dead(self, chances: np.ndarray, best: np.ndarray) -> bool:
+        """Return whether the best candidates, by their chances to be alive, are not worth a completion: never at their first time."""
+        size, ranked, live = self._ranked
         if ranked < size:
-            self._ranked += 0.0, len(candidates), chances.sum(), 0.0
-        elif not only_dead:
-            group_size = self.state.group_size
-            self._ranked[-1] = chances[best].mean() < needed_to_begin(live / ranked / group_size, group_size)
-            if self._ranked[-1]:
-                rechecked = rng.random(len(self._queue)) < _RECHECKED
-                self._queue, self.passed_over = self._queue[rechecked], self._queue[~rechecked]
+            self._ranked += 0.0, len(chances), chances.sum()
+            return False
+        group_size = self.state.group_size
+        return bool(chances[best].mean() < needed_to_begin(live / ranked / group_size, group_size))
 
     def _begin_next_pass(self):
         index = self.pass_index + 1
@@ -141,7 +153,7 @@ class PromptStream:
             rows = rng.permutation(len(ranks)) if self.shuffle else np.arange(len(ranks))
         rows = rows[ranks[rows] > -np.inf]
         self._queue = rows[np.argsort(-ranks[rows], kind="stable")]
-        self._ranked = np.array([len(rows), 0.0, 0.0, 0.0])
+        self._ranked = np.array([len(rows), 0.0, 0.0])
 
     def _fill_up(self, batch: np.ndarray, count: int) -> np.ndarray:
         """Fill a batch that is larger than the pass with prompts that the pass leaves out."""
