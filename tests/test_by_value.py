@@ -114,7 +114,6 @@ def test_the_parts_make_the_whole(tmp_path, chat, capsys):
     assert table["mostly"]["easy"] == "all right" and table["held-out"].dropna().to_dict() == means
     assert "By source\n" in said and f"advice: `source = {hard}` took" in said
     assert f'data-row="source={hard}"' in (report := (tmp_path / "report/report.html").read_text())
-    # In the app, the advice on a value opens its prompts
     opened = re.findall(r'<button type="button" data-row="(.*?)"', views.cards(run, "{}"))
     assert {"tab": "Prompts", "search": f"source={hard}"} in [json.loads(html.unescape(target)) for target in opened]
     assert '<button type="button"' not in report

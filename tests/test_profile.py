@@ -237,14 +237,7 @@ def test_servers_draw_what_is_asked_for(tmp_path):
     fakes = [SeededVLLM(), SeededVLLM()]
     given = json.dumps({"sync_tolerance": 100.0, "sync_dir": str(tmp_path / "sync")})
     try:
-        command = [
-            "profile",
-            recipe,
-            "--output",
-            str(tmp_path / "profile"),
-            "--vllm_server_kwargs",
-            given,
-        ]
+        command = ["profile", recipe, "--output", str(tmp_path / "profile"), "--vllm_server_kwargs", given]
         cli.main([*command, "--server", *(fake.url for fake in fakes)])
     finally:
         for fake in fakes:

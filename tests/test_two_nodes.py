@@ -28,10 +28,7 @@ def _has_namespaces() -> bool:
     return made
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not _has_namespaces(), reason="needs root and network namespaces"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not _has_namespaces(), reason="needs root and network namespaces")]
 
 
 def start(directory: Path, steps: int) -> subprocess.Popen:

@@ -195,10 +195,10 @@ class _Page:
             event(self._hold, None, self.held, **quiet)
         for part in (self.table, self.scatter):
             part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
-        told = [self.state, self.search, self.named, self.tab, self.pages]
-        self.cards.click(self._open_told, None, told, **quiet).then(**show)
-        self.flow.click(self._open_state, None, [self.state, self.tab, self.pages], **quiet).then(**show)
-        self.costs.click(self._open_state, None, [self.search, self.tab, self.pages], **quiet).then(**show)
+        tabs = [self.tab, self.pages]
+        self.cards.click(self._open_told, None, [self.state, self.search, self.named, *tabs], **quiet).then(**show)
+        self.flow.click(self._open_state, None, [self.state, *tabs], **quiet).then(**show)
+        self.costs.click(self._open_state, None, [self.search, *tabs], **quiet).then(**show)
         self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet).then(**show)
         self.run_table.input(self._tick, self.runs, self.runs, **quiet).then(**show)
         self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
@@ -233,20 +233,17 @@ class _Page:
 
     def _open_told(self, event: gr.EventData) -> tuple[Any, ...]:
         """Open what a sentence of advice is about, see [`~views.cards`]."""
-        target = json.loads(event.row)
-        tab, search = target["tab"], target.get("search", "")
-        of_prompts, of_settings = (search, "") if tab == TABS[1] else ("", search)
-        return target.get("state", "all"), of_prompts, of_settings, tab, gr.Tabs(selected=tab)
+        target = {"state": "all", "search": "", "named": ""} | json.loads(event.row)
+        return target["state"], target["search"], target["named"], target["tab"], gr.Tabs(selected=target["tab"])
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
 
     def _offer_forecast(self, id: str) -> tuple[Any, Any]:
         """Remove the forecast of the run before, and show the button for one if the recording of this run can answer."""
-        try:
+        offered = False
+        with suppress(TelemetryError):
             offered = self.book.open(id).meta.settings.get("controller", "uniform") == "uniform"
-        except TelemetryError:
-            offered = False
         return "", gr.update(visible=offered)
 
     def _forecast(self, id: str) -> Any:

@@ -98,11 +98,10 @@ def _targets(run: Run, advice: str) -> dict[str, dict[str, str]]:
     found = {}
     if of_value := _OF_VALUE.match(advice):
         found["these prompts"] = {"tab": "Prompts", "search": "=".join(of_value.groups())}
-    for state in ("solved", "hopeless"):
-        if f"with this cause: {CAUSES[state]}." in advice and not of_value:
-            found["these prompts"] = {"tab": "Prompts", "state": state}
+    elif states := [name for name in ("solved", "hopeless") if f"with this cause: {CAUSES[name]}." in advice]:
+        found["these prompts"] = {"tab": "Prompts", "state": states[0]}
     names = [name for name in _SETTING.findall(advice) if name in run.meta.settings]
-    return found | {name: {"tab": "Settings", "search": name} for name in names}
+    return found | {name: {"tab": "Settings", "named": name} for name in names}
 
 
 def evaluations(run: Run) -> Markup:
@@ -442,17 +441,15 @@ def stuck(run: Run) -> Markup:
     all = found.iloc[0]
     told = (
         f"{all['prompts']:,} {'prompt' if all['prompts'] == 1 else 'prompts'} had no pass in their latest {FEW_VISITS} visits or more: "
-        f"{all['all_visits']:,.0f} visits, "
-        f"{all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
+        f"{all['all_visits']:,.0f} visits, {all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
     )
     texts = [short_text(row) for row in found.to_dict("records")]
-    names = {
-        "visits": "visits without a pass",
-        "completions": "completions",
-        "share": "share of tokens",
-        "step": "since step",
-    }
-    shown = found[list(names)].rename(columns=names).set_index(found["prompt_id"].astype(str).rename("prompt id"))
+    names = {"visits": "visits without a pass", "share": "share of tokens", "step": "since step"}
+    shown = (
+        found[["visits", "completions", "share", "step"]]
+        .rename(columns=names)
+        .set_index(found["prompt_id"].astype(str).rename("prompt id"))
+    )
     shown.insert(0, "prompt", texts)
     rows = table("stuck", shown, forms={"share of tokens": percent})
     return HTML.section("Prompts that cost without a pass", HTML.note(told) + rows)

@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -120,7 +119,8 @@ def read_logs(folder: Path) -> pd.DataFrame:
         # A reward that was None throughout has no type, and is a number all the same
         numbers = [name for name, kind in zip(table.column_names, table.schema.types, strict=True) if _is_number(kind)]
         log = table.select(numbers).to_pandas().astype(np.float64)
-        read = {name: pd.Series([_text(value) for value in table[name].to_pylist()]) for name in texts}
+        known = {name: [v if isinstance(v, (str, list)) else "" for v in table[name].to_pylist()] for name in texts}
+        read = {name: pd.Series([plain_text(value) for value in values]) for name, values in known.items()}
         if not logs or not all(read[name].equals(logs[-1][name]) for name in texts):
             logs.append(log.assign(log=len(logs), **read))
     if not logs:
@@ -133,7 +133,3 @@ def read_logs(folder: Path) -> pd.DataFrame:
 
 def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
-
-
-def _text(value: str | list[dict[str, Any]] | None) -> str:
-    return plain_text(value) if isinstance(value, (str, list)) else ""

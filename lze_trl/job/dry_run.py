@@ -85,9 +85,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     about = "about" if controller.draws_prompts and not isinstance(controller, DynamicSampling) else "at most"
     facts["completions"] = f"{about} {drawn:,} drawn and {trained:,} trained on; by plain GRPO {plain:,}"
     try:
-        facts |= estimated(
-            given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"], drawn, trained, plain
-        )
+        facts |= estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"])
     except UNKNOWN as error:
         facts["memory"] = f"not known: {str(error).partition(chr(10))[0]}"
     if left_out:

@@ -1,4 +1,4 @@
-"""What a run needs, from its model's configuration alone: memory of a GPU and FLOPs. No weights are loaded."""
+"""The memory of a GPU that a run needs, from its model's configuration alone. No weights are loaded."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, PreTra
 from trl.trainer.utils import selective_log_softmax
 
 from ..prompt_checks import token_counter
-from ..record.ledger import token_cost
 
 
 UNKNOWN = (OSError, ValueError, RuntimeError)
@@ -23,18 +22,10 @@ _SHOWN_PROMPTS = 256  # that are tokenized for the longest one
 
 
 def estimated(
-    model: str,
-    prompts: Sequence[Any],
-    args: Any,
-    kwargs: dict[str, Any],
-    peft_config: PeftConfig | None,
-    drawn: int,
-    trained: int,
-    plain: int,
+    model: str, prompts: Sequence[Any], args: Any, kwargs: dict[str, Any], peft_config: PeftConfig | None
 ) -> dict[str, str]:
     """
-    Estimate in words the memory of a process that holds the whole model, and the FLOPs if all completions are as long as allowed: of
-    `drawn` completions, of which some are `trained` on, and of the completions of `plain` GRPO.
+    Estimate in words the memory of a process that holds the whole model, if all completions are as long as allowed.
 
     `kwargs` go to `from_pretrained`. Raises one of [`UNKNOWN`] for a configuration or a tokenizer that cannot be read here, and for a
     model that cannot be run without memory.
@@ -49,7 +40,6 @@ def estimated(
     with torch.device("meta"):
         built: Any = _built(config, dtype)
         built = built if peft_config is None else get_peft_model(built, peft_config)
-    cost = token_cost(built, args.gradient_checkpointing)
     held = sum(p.numel() * p.element_size() for p in built.parameters())
     trainable = [p for p in built.parameters() if p.requires_grad]
     state = sum(3 * p.numel() * p.element_size() for p in trainable)  # gradient and both moments of Adam
@@ -58,13 +48,9 @@ def estimated(
     memory = ", ".join(f"{part} {size / _GIB:.1f}" for part, size in parts.items())
     if args.use_vllm and args.vllm_mode == "colocate":
         memory += f"; vLLM takes {args.vllm_gpu_memory_utilization:.0%} of the GPU besides"
-    train = cost.train * args.num_iterations
-    flops = tokens * (drawn * cost.forward + trained * train)
-    plain_flops = tokens * plain * (cost.forward + train)
     return {
         "parameters": f"{sum(p.numel() for p in trainable):,} trained of {sum(p.numel() for p in built.parameters()):,}",
         "memory": f"about {sum(parts.values()) / _GIB:.1f} GiB: {memory}",
-        "FLOPs": f"at most {flops:.1e}, by plain GRPO {plain_flops:.1e}, if all completions are as long as allowed",
     }
 
 

@@ -33,9 +33,8 @@ class PromptStream:
     the state knows from other data are no part of a pass. The first pass has the order of TRL's sampler, `first_order`,
     `(N,)`.
 
-    With a `window` above 1, the best of so many batches come first, and the others wait until the end of the pass:
-    those whose groups are the likeliest to be alive, by draws of what is believed of them. Once all have been among
-    them, dead ones are left to the next pass, but for a share that is checked again.
+    With a `window` above 1, the best of so many batches come first: those whose groups are the likeliest to be alive, by draws. The
+    others wait until the end of the pass. Then dead ones are left to the next pass, but for a share that is checked again.
     """
 
     def __init__(
@@ -108,9 +107,8 @@ class PromptStream:
             fresh, waiting = self._queue[~again], self._queue[again]
         if self.window > 1 and count and len(fresh):
             fresh = self._best_first(fresh, count)
-        batch, rest = fresh[:count], fresh[count:]
-        self._queue = np.concatenate([rest, waiting]) if len(waiting) else rest
-        return batch
+        self._queue = np.concatenate([fresh[count:], waiting]) if len(waiting) else fresh[count:]
+        return fresh[:count]
 
     def _best_first(self, queue: np.ndarray, count: int) -> np.ndarray:
         """
@@ -137,12 +135,12 @@ class PromptStream:
 
     def _are_dead(self, chances: np.ndarray, best: np.ndarray) -> bool:
         """Return whether the best candidates, by their chances to be alive, are not worth a completion: never at their first time."""
-        size, ranked, live = self._ranked
-        if ranked < size:
+        rows, ranked, live = self._ranked
+        if ranked < rows:
             self._ranked += 0.0, len(chances), chances.sum()
             return False
-        group_size = self.state.group_size
-        return bool(chances[best].mean() < needed_to_begin(live / ranked / group_size, group_size))
+        size = self.state.group_size
+        return bool(chances[best].mean() < needed_to_begin(live / ranked / size, size))
 
     def _begin_next_pass(self):
         index = self.pass_index + 1
