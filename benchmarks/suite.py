@@ -25,7 +25,7 @@ from .tasks import OF_ADDITION, OF_SKILLS, TaskFiles, chosen_tasks, locate
 logger = logging.getLogger(__name__)
 
 TABLES_FILE, RESULTS_FILE = "tables.md", "results.jsonl"
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 2.0
 _LOG_LINES = 15
 
 
