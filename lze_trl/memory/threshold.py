@@ -35,6 +35,10 @@ class Threshold:
         chances[known] = model if self.model.used else offset
         return chances
 
+    def recent(self, prompts: Prompts) -> np.ndarray:
+        """Return prompts, live groups and completions of the batches before, as far as they count beside these prompts, `(P, 3)`."""
+        return np.tile(self._recent[[0, 2, 3]] * _kept(prompts, self.RECENT), (len(prompts), 1))
+
     def needed(self, prompts: Prompts) -> np.ndarray:
         """
         Return the probability of being alive from which further completions yield more than elsewhere, shape `(P,)`.

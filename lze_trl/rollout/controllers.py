@@ -184,17 +184,22 @@ class Gate(RolloutController):
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
         if round > 1 or draws_whole(prompts):
             return 0
+        if not (begun := drawn.sizes > 0).any():
+            return 0
         # All by what is expected once this round has ended: luck in this batch changes nothing
-        completed = np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn)))
-        completed = np.where(drawn.sizes > 0, completed, 0.0)
+        completed = np.where(begun, np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn))), 0.0)
         completions = drawn.num_rows + (self.group_size - 1) * completed.sum()
-        per_prompt = completions / len(prompts)
-        further = (self.num_prompts * self.group_size - completions) / per_prompt if per_prompt else 0.0
+        # By chance, few prompts cost little and give little, and would ask for too many further ones: earlier batches count beside them
+        recent_begun, recent_live, recent_completions = prompts.recent[0]
+        count = len(prompts) + recent_begun / begun.mean()
+        per_prompt = (completions + recent_completions) / count
+        further = (self.num_prompts * self.group_size - completions) / per_prompt
         if self.hold == "signal":
-            alive = np.where(drawn.sizes > 0, prompts.alive_given_first, prompts.alive)
+            alive = np.where(begun, prompts.alive_given_first, prompts.alive)
             live_groups = (alive * completed).sum()
+            live_per_prompt = (live_groups + recent_live) / count
             missing = alive.sum() - live_groups  # to those of uniform sampling
-            further = min(further, missing / (live_groups / len(prompts))) if live_groups else 0.0
+            further = min(further, missing / live_per_prompt) if live_per_prompt else 0.0
         return int(further)
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
