@@ -68,8 +68,7 @@ class Prompts(Table):
         random_draw (float64, *optional*): A random number in [0, 1) that the prompt keeps through the rounds of a batch. Defaults to 1.
         start_probability (float64, *optional*): Probability with which the prompt was begun, if it was. Defaults to 1.
         joined (int64, *optional*): Round in which the prompt joined the batch. Defaults to 0.
-        recent (float64, *optional*): Prompts begun, live groups and completions of the batches before, as far as they count beside a
-            batch of so few prompts, `(P, 3)`, all rows equal. Defaults to 0.
+        recent (float64, *optional*): Prompts, live groups and completions of batches before, `(P, 3)`, all rows equal. Defaults to 0.
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):

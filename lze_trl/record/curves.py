@@ -32,7 +32,7 @@ _Z = 1.96  # standard errors to each side of a 95 % interval
 
 
 # Each generation batch with the step at the end of its bin, as of `_binned`
-_BINS = """bins AS (SELECT generation, max(step) OVER (PARTITION BY bin) + 1 AS step FROM (
+_BINS = """bins AS (SELECT generation, max(step) OVER (PARTITION BY bin) + 1 AS until FROM (
     SELECT generation, step, (row_number() OVER (ORDER BY generation) - 1) * least(?::BIGINT, count(*) OVER ())
         // count(*) OVER () AS bin FROM generations))"""
 
@@ -68,8 +68,7 @@ def main_reward(run: Run) -> pd.Series:
     name = accuracy_reward(run.meta.settings.get("pass_reward"), run.meta.reward_names)
     if name in run.meta.reward_labels:
         return reward_curves(run)[str(name)].dropna()
-    points = curve(run).set_index("step")
-    return points["reward_mean"].rename("reward").dropna()
+    return curve(run).set_index("step")["reward_mean"].rename("reward").dropna()
 
 
 def last_fifth(values: pd.Series) -> tuple[float, float]:
@@ -158,7 +157,7 @@ def prompt_flow(run: Run, bins: int = 120) -> pd.DataFrame:
         ), changes AS (
             SELECT generation, state, 1 AS change FROM moves WHERE state IS DISTINCT FROM earlier
             UNION ALL SELECT generation, earlier, -1 FROM moves WHERE state <> earlier
-        ) SELECT bins.step, state, coalesce(sum(change), 0) AS change
+        ) SELECT until AS step, state, coalesce(sum(change), 0) AS change
         FROM bins LEFT JOIN changes USING (generation) GROUP BY ALL""",
         [bins],
     )
@@ -178,7 +177,7 @@ def outcome_histogram(run: Run, bins: int = 120) -> pd.DataFrame:
     size = int(run.meta.settings.get("num_generations") or 8)
     levels = max(2, size if size <= _MOST_LEVELS else 10)
     counts = run.sql(
-        f"""WITH {_BINS} SELECT bins.step, count(*) AS groups, CASE WHEN pass_rate IN (0, 1) THEN pass_rate * ?
+        f"""WITH {_BINS} SELECT until AS step, count(*) AS groups, CASE WHEN pass_rate IN (0, 1) THEN pass_rate * ?
             ELSE greatest(1, least(? - 1, round(pass_rate * ?))) END::INTEGER AS level
         FROM groups JOIN bins USING (generation) WHERE pass_rate IS NOT NULL AND cause IS DISTINCT FROM 'stopped' GROUP BY ALL""",
         [bins, levels, levels, levels],
@@ -193,7 +192,7 @@ def lengths(run: Run, bins: int = 120) -> dict[str, pd.Series]:
     see [`PASSES`].
     """
     found = run.sql(
-        f"""WITH {_BINS} SELECT bins.step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS mean,
+        f"""WITH {_BINS} SELECT until AS step, outcome >= {PASSES} AS passed, avg(completion_tokens) AS mean,
             quantile_cont(completion_tokens, 0.9) AS p90
         FROM completions JOIN bins USING (generation) WHERE outcome IS NOT NULL GROUP BY ALL ORDER BY step""",
         [bins],
@@ -299,9 +298,8 @@ def held_out_curves(run: Run) -> dict[str, pd.Series]:
     found = {called: logged[metric].rename(metric) for metric, called in metrics.items() if metric in logged}
     accuracy = found.get(f"{HELD_OUT} accuracy", pd.Series(dtype=float))
     if not accuracy.between(0.0, 1.0).all():
-        found = {f"{HELD_OUT} reward": accuracy} | {
-            name: values for name, values in found.items() if values is not accuracy
-        }
+        others = {name: values for name, values in found.items() if values is not accuracy}
+        found = {f"{HELD_OUT} reward": accuracy} | others
     return found
 
 
@@ -344,11 +342,5 @@ def outcome_name(run: Run) -> str:
 
 def _binned(run: Run, columns: dict[str, str], bins: int) -> pd.DataFrame:
     """Aggregate neighbouring generation batches into at most `bins` rows."""
-    frame = run.sql(
-        f"""WITH numbered AS (
-            SELECT *, row_number() OVER (ORDER BY generation) - 1 AS position, count(*) OVER () AS total FROM generations
-        ) SELECT {", ".join(columns.values())} FROM numbered
-        GROUP BY position * least(?::BIGINT, total) // total ORDER BY min(position)""",
-        [bins],
-    )
-    return frame.set_axis(list(columns), axis=1)
+    query = f"WITH {_BINS} SELECT {', '.join(columns.values())} FROM generations JOIN bins USING (generation) GROUP BY until ORDER BY until"
+    return run.sql(query, [bins]).set_axis(list(columns), axis=1)

@@ -276,8 +276,8 @@ class Run:
         if status.state == "running" and status.max_steps and each is not None and updated is not None:
             left = max(0.0, updated + (status.max_steps - begun) * each - time.time())
         (steps,) = self.sql(f"SELECT {_STEPS} AS steps FROM generations")["steps"]
-        found = {"steps": int(steps), "updated": updated, "state": status.state}
-        return found | {"max_steps": status.max_steps or None, "seconds_left": left}
+        found = {"state": status.state, "steps": int(steps), "max_steps": status.max_steps or None}
+        return found | {"updated": updated, "seconds_left": left}
 
     def summary(self) -> dict[str, Any]:
         """

@@ -182,9 +182,7 @@ class Gate(RolloutController):
         return self.hold != "nothing"
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        if round > 1 or draws_whole(prompts):
-            return 0
-        if not (begun := drawn.sizes > 0).any():
+        if round > 1 or draws_whole(prompts) or not (begun := drawn.sizes > 0).any():
             return 0
         # All by what is expected once this round has ended: luck in this batch changes nothing
         completed = np.where(begun, np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn))), 0.0)
