@@ -16,7 +16,7 @@ PYTEST_ON_ALL_CORES := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist loadfile --no-
 DEMO_MODEL := runs/demo/warm-start/model
 MODEL ?= $(DEMO_MODEL)
 PROBLEMS ?= reasoning_gym:chain_sum?size=500
-# The oldest releases that work; other ones: `make test-trl TRL=1.14.2 TRANSFORMERS=5.23.0`
+# The oldest releases that work; other ones: `make test-trl TRL=1.14.2 TRANSFORMERS=5.24.0`
 TRL ?= 1.13.0
 TRANSFORMERS ?= 5.3.0
 TRL_ENV := .venv-trl-$(TRL)-transformers-$(TRANSFORMERS)

@@ -72,8 +72,8 @@ class Prompts(Table):
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
-        defaults = {"alive_given_first": np.nan, "alive_needed": 0.0, "joined": 0, "recent": np.zeros(3)}
-        defaults |= {"random_draw": 1.0, "start_probability": 1.0}
+        defaults: dict[str, Any] = {"alive_given_first": np.nan, "alive_needed": 0.0, "joined": 0}
+        defaults |= {"random_draw": 1.0, "start_probability": 1.0, "recent": np.zeros(3)}
         filled = {name: np.full((len(prompt_ids), *np.shape(value)), value) for name, value in defaults.items()}
         super().__init__(prompt_ids=prompt_ids, **(filled | columns))
 

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 
 logger = logging.getLogger(__name__)
 
-NEWEST = {"trl": "1.16", "transformers": "5.23"}
+NEWEST = {"trl": "1.16", "transformers": "5.24"}
 """The newest releases that all tests were run with."""
 
 METHODS: dict[str, tuple[str, ...]] = {

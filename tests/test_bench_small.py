@@ -61,9 +61,8 @@ def test_prompts_are_seeded_and_answers_are_true(task):
     rows = make_rows(task, TRAIN_ROWS, seed=1)
     assert rows == make_rows(task, TRAIN_ROWS, seed=1) != make_rows(task, TRAIN_ROWS, seed=2)
     prompts = {row["prompt"] for row in rows}
-    assert len(prompts) == TRAIN_ROWS and prompts.isdisjoint(
-        row["prompt"] for row in make_rows(task, HELD_OUT_ROWS, 2, frozenset(prompts))
-    )
+    assert len(prompts) == TRAIN_ROWS
+    assert prompts.isdisjoint(row["prompt"] for row in make_rows(task, HELD_OUT_ROWS, 2, frozenset(prompts)))
     counts = {skill: sum(row["skill"] == skill for row in rows) for skill in MIXES[task]}
     assert max(counts.values()) - min(counts.values()) <= 1
     for row in rows:

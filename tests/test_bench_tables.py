@@ -17,8 +17,6 @@ from benchmarks.tasks import TASKS
 
 
 ROOT = Path(__file__).parents[1]
-
-
 KEPT = (
     "words words_float32 words_rate few_words skills h100 h200 calculator addition profiled addition_shapes few_sums"
 )
