@@ -249,6 +249,7 @@ def test_the_same_score_and_what_it_cost_each_run(tmp_path):
         f"held-out reward 0.300 is reached by a after {number(tokens['a'][20])} tokens (step 20), by b after" in told
     )
     assert charts.comparison(pair, "step", "held-out")[0].layout.shapes[0].y0 == 0.3
+    assert charts.comparison(pair, "step", "never logged") == []
     assert "No held-out reward above that of their start" in views.differences(runs)  # one begins there
     assert reached({"a": runs["a"]}) is None and "Choose two runs" in views.differences({"a": runs["a"]})
 

@@ -284,7 +284,7 @@ def history(run: Run, prompt_id: int) -> go.Figure:
 
 
 def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 0.0) -> list[go.Figure]:
-    """Draw a metric of several runs, by their ids; with the total reward, also each reward function."""
+    """Draw a metric of several runs, by their ids, if one of them has it; with the total reward, also each reward function."""
     names = dict.fromkeys(name for run in runs.values() for name in run.meta.reward_names)
     several = metric == "reward_mean" and len(names) > 1
     shown = {METRICS.get(metric, metric): metric}
@@ -292,8 +292,9 @@ def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 
     figures = []
     for label, name in shown.items():
         values = {id: _points(run, axis, name) for id, run in runs.items()}  # each keeps its colour in all charts
-        figures.append(lines(label[:1].upper() + label[1:], values, AXES[axis], smoothing=smoothing))
-    if metric == HELD_OUT and (found := reached(runs)) and found[2]:
+        if any(map(len, values.values())):
+            figures.append(lines(label[:1].upper() + label[1:], values, AXES[axis], smoothing=smoothing))
+    if figures and metric == HELD_OUT and (found := reached(runs)) and found[2]:
         figures[0].add_hline(y=found[1], line=_DOTTED)
     return figures
 
