@@ -227,7 +227,7 @@ def test_no_two_classes_have_one_name():
 
 # ---- Size ----
 
-LINES = {"package": 20_700, "core": 15_414, "tests": 21_679}
+LINES = {"package": 20_700, "core": 15_414, "tests": 21_676}
 """Most lines of Python, scripts and styles. It goes down."""
 
 

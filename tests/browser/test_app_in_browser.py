@@ -23,7 +23,7 @@ import tiny
 from benchmarks import stress
 from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app import views
-from lze_trl.app.charts import METRICS, overview
+from lze_trl.app.charts import METRICS, comparison, overview
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.page import TABS
 from lze_trl.app.report import write_report
@@ -511,16 +511,17 @@ def test_runs_are_found_sorted_and_opened(page, address, runs):
 def test_runs_are_compared(page, address, runs):
     open_page(page, address, "Compare")
     charts = page.locator(".lze-chart.js-plotly-plot:visible")
-    first, second, *others = [METRICS[name].capitalize() for name in list(METRICS)[:4]]
-    names = [f"Reward: {name}" for name in open_run(runs / "full").meta.reward_names]
-    wait_for(lambda: titles(page) == [first, second, *names, *others])
+    compared = {name: open_run(runs / name) for name in ("lze-a", "lze-b", "full")}
+    drawn = [figure.layout.title.text for name in [*METRICS][:4] for figure in comparison(compared, "step", name)]
+    rewards = drawn.index("Reward, in total and one by one")
+    wait_for(lambda: titles(page) == drawn)
     shapes = {(round(box["width"]), box["height"]) for box in (chart.bounding_box() for chart in charts.all())}
     assert len(shapes) == 1
-    wait_for(lambda: set(shown_lines(charts.nth(1))) == {"lze-a", "lze-b", "full"})
+    wait_for(lambda: set(shown_lines(charts.nth(rewards))) == {"lze-a", "lze-b", "full"})
     page.get_by_role("radio", name="FLOPs").check()
-    wait_for(lambda: charts.nth(1).locator(".xtitle").text_content() == "FLOPs")
+    wait_for(lambda: charts.nth(rewards).locator(".xtitle").text_content() == "FLOPs")
     page.locator("#lze-compared .token", has_text="lze-b").get_by_role("button").click()
-    wait_for(lambda: set(shown_lines(charts.nth(1))) == {"lze-a", "full"})
+    wait_for(lambda: set(shown_lines(charts.nth(rewards))) == {"lze-a", "full"})
     wait_for(lambda: cells(page, "#lze-differing").get("pruning") == ["refill", "none"])
     ends = [views.run_row(open_run(runs / name))["cost ×"] for name in ("lze-a", "full")]
     told = [f"{ends[0]:.3f}", f"{ends[1]:.3f} (+{ends[1] - ends[0]:.3f})"]
