@@ -130,8 +130,8 @@ for _name, _features in {"columns": "columns", "text": "text", "both": "all"}.it
                 controller="gate",
                 loss_normalizer="all",
                 prompt_features=_features,
-                report_by=["kind"],
                 window=_window,
+                **({} if _features == "text" else {"report_by": ["kind"]}),
             ),
         )
 # What `python -m benchmarks.profiled` compares: without a profile, and with it
