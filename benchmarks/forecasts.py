@@ -170,6 +170,13 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         pair = (f"{step[name]:.2f} / {real[name]:.2f}" for name in ("rollout", "update"))
         seconds.append([row["task"], str(row["seed"]), *pair, f"{total[0] / total[1] - 1:+.0%}"])
     errors = [abs(float(row[-1].rstrip("%"))) for row in seconds]
+    timed = []
+    if errors:
+        timed = [
+            f"Seconds of a step of plain TRL, forecast / measured over {_STEPS} steps that follow. Median error **{np.median(errors):.0f} %**, "
+            f"largest {max(errors):.0f} %.",
+            table(["task", "seed", "rollouts", "update", "error of the sum"], seconds),
+        ]
     same = "" if all(row["same_model"] for row in rows) else " Some warm starts differ from those of the kept runs."
     return "\n\n".join(
         [
@@ -181,9 +188,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
                 ["kept runs", "strategy", "price", "widths chosen by them", "forecast (80 %)", "measured", "inside"],
                 prices,
             ),
-            f"Seconds of a step of plain TRL, forecast / measured over {_STEPS} steps that follow. Median error **{np.median(errors):.0f} %**, "
-            f"largest {max(errors):.0f} %.",
-            table(["task", "seed", "rollouts", "update", "error of the sum"], seconds),
+            *timed,
         ]
     )
 
