@@ -24,7 +24,7 @@ from .runs import RunBook
 TABS = ("Overview", "Prompts", "Runs", "Compare", "Settings")
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 _REFRESH_SECONDS = 1.0  # after which the page asks for what is new, if there was something the last time
-_IDLE_SECONDS = 4.0  # the same, if there was nothing
+_IDLE_SECONDS = 8.0  # the same, if there was nothing
 _METRICS = [(label, name) for name, label in charts.METRICS.items()]
 _FIRST_METRICS = list(charts.METRICS)[:4]  # by which runs are compared, unless others are chosen
 _VISITS = 12  # latest visits of a prompt whose completions can be chosen
@@ -42,6 +42,10 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
             profile.show(folder, _html, _charts, opened=not others)
         if others or not profiles:
             _Page(RunBook(others))
+    app._queue.sleep_when_free, app._queue.progress_update_sleep_when_free = (
+        0.1,
+        1.0,
+    )  # seconds, not 1 and 10 ms: 4 % of a core
     app.launch(
         server_name=host,
         server_port=port,
