@@ -42,10 +42,8 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
             profile.show(folder, _html, _charts, opened=not others)
         if others or not profiles:
             _Page(RunBook(others))
-    app._queue.sleep_when_free, app._queue.progress_update_sleep_when_free = (
-        0.1,
-        1.0,
-    )  # seconds, not 1 and 10 ms: 4 % of a core
+    # Seconds, where Gradio has 1 and 10 ms, which take 4 % of a core
+    app._queue.sleep_when_free, app._queue.progress_update_sleep_when_free = 0.1, 1.0
     app.launch(
         server_name=host,
         server_port=port,
@@ -245,10 +243,9 @@ class _Page:
 
     def _offer_forecast(self, id: str) -> tuple[Any, Any]:
         """Remove the forecast of the run before, and show the button for one if the recording of this run can answer."""
-        offered = False
         with suppress(TelemetryError):
-            offered = self.book.open(id).meta.settings.get("controller", "uniform") == "uniform"
-        return "", gr.update(visible=offered)
+            return "", gr.update(visible=self.book.open(id).meta.settings.get("controller", "uniform") == "uniform")
+        return "", gr.update(visible=False)
 
     def _forecast(self, id: str) -> Any:
         from ..forecast import forecast
