@@ -56,7 +56,7 @@ def make_state(
         named_outcome=rule.named,
         recurring=recurring,
         capacity=len(dataset) if isinstance(dataset, Dataset) else 0,
-        score_range=rule.bounds if rule.threshold is None else (0.0, 1.0),  # `None` for the range seen
+        score_range=rule.known_range,
         unseen=None if args.prompt_features == "none" else Unseen(args.prompt_features),
     )
 

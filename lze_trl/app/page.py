@@ -201,9 +201,9 @@ class _Page:
         self.cards.click(self._open_told, None, [self.state, self.search, self.named, *tabs], **quiet).then(**show)
         self.flow.click(self._open_state, None, [self.state, *tabs], **quiet).then(**show)
         self.costs.click(self._open_state, None, [self.search, *tabs], **quiet).then(**show)
-        self.stuck.click(self._open_listed, None, [*of_prompt, self.tab, self.pages], **quiet).then(**show)
+        self.stuck.click(self._open_listed, None, [*of_prompt, *tabs], **quiet).then(**show)
         self.run_table.input(self._tick, self.runs, self.runs, **quiet).then(**show)
-        self.run_table.click(self._open_run, None, [self.run, self.tab, self.pages, *of_prompt], **quiet).then(**show)
+        self.run_table.click(self._open_run, None, [self.run, *tabs, *of_prompt], **quiet).then(**show)
         self.visit.input(self._show_visit, [self.run, self.prompt, self.first, self.visit], shown, **quiet)
         self.timer = gr.Timer(_REFRESH_SECONDS)
         self.timer.tick(self._follow, [self.seen, *controls], [*shown, self.timer], **quiet)
@@ -279,9 +279,13 @@ class _Page:
                 versions.append(str(error))
         return versions
 
+    def _is_loading(self, given: dict[str, Any]) -> bool:
+        """Tell whether `_begin` has still to show the run of the address."""
+        return not given["run"] and bool(self.book.ids)
+
     def _follow(self, seen: list[Any] | None, *values: Any) -> Any:
         given = dict(zip(self.controls, values, strict=True))
-        if seen is None or (not given["run"] and self.book.ids):  # the page is being loaded
+        if seen is None or self._is_loading(given):
             return gr.skip()
         if self._version(given) != seen:
             return self._show(*values) | {self.timer: gr.Timer(_REFRESH_SECONDS)}
@@ -308,7 +312,7 @@ class _Page:
     def _show(self, *values: Any) -> Any:
         """Return what changes on the page, by component: only the open tab."""
         given = dict(zip(self.controls, values, strict=True))
-        if not given["run"] and self.book.ids:  # the page is being loaded, and `_begin` shows the run of the address
+        if self._is_loading(given):
             return gr.skip()
         address = json.dumps({name: given[name] for name in _IN_ADDRESS})
         changes: dict[Any, Any] = {self.seen: self._version(given), self.address: address}

@@ -52,7 +52,7 @@ MOST_PROMPTS, MOST_ROWS = 2000, 200
 
 _CODE = re.compile("`([^`]+)`")
 _SETTING = re.compile(r"`(\w+)(?=[`: ])")
-_OF_VALUE = re.compile(r"`(\w+) = ([^`]+)` took ")
+_OF_VALUE = re.compile(r"`([\w.-]+) = ([^`]+)` took ")  # as [`~lze_trl.names.label`] writes column and value
 _TURN = re.compile(r"(?:^|\n\n)\[(system|user|assistant|tool)\]\n")  # as the recorder writes messages
 
 # Beginnings of settings that do not describe the experiment: where a run writes, what it logs, where its servers are
@@ -85,16 +85,16 @@ HTML: Any = _environment.get_template("pages.html").module
 
 
 def cards(run: Run, sparkline: str = "") -> Markup:
-    """Say whether the run learns, what it wastes and what it saves, with the most severe advice; `sparkline` is a figure of its reward as JSON."""
+    """Say whether the run learns, what it wastes and what it saves, with the most severe advice. In the app, `sparkline` is a figure of its reward as JSON, and advice has links."""
     found = cards_of(run)
     if not found:
         return HTML.problem("The run has started, and its first batch is not scored yet.")
     lines = Status.read(run.directory).advice
-    return HTML.cards(found, sparkline, {line: _targets(run, line) if sparkline else {} for line in lines})
+    return HTML.cards(found, sparkline, [(line, _targets(run, line) if sparkline else {}) for line in lines])
 
 
 def _targets(run: Run, advice: str) -> dict[str, dict[str, str]]:
-    """Say which prompts and settings a sentence is about: by the words of a link, the tab, state and search that it opens."""
+    """Find the prompts and settings that a sentence of advice is about: the links to show by their words, with what each opens in the app."""
     found = {}
     if of_value := _OF_VALUE.match(advice):
         found["these prompts"] = {"tab": "Prompts", "search": "=".join(of_value.groups())}
@@ -445,11 +445,8 @@ def stuck(run: Run) -> Markup:
     )
     texts = [short_text(row) for row in found.to_dict("records")]
     names = {"visits": "visits without a pass", "share": "share of tokens", "step": "since step"}
-    shown = (
-        found[["visits", "completions", "share", "step"]]
-        .rename(columns=names)
-        .set_index(found["prompt_id"].astype(str).rename("prompt id"))
-    )
+    shown = found[["visits", "completions", "share", "step"]].rename(columns=names)
+    shown.index = pd.Index(found["prompt_id"].astype(str), name="prompt id")
     shown.insert(0, "prompt", texts)
     rows = table("stuck", shown, forms={"share of tokens": percent})
     return HTML.section("Prompts that cost without a pass", HTML.note(told) + rows)

@@ -26,6 +26,11 @@ class OutcomeRule:
         """Whether the user said what a pass is."""
         return self.column is not None or self.threshold is not None
 
+    @property
+    def known_range(self) -> tuple[float, float] | None:
+        """Range of the scores by the settings; `None` for the range seen."""
+        return self.bounds if self.threshold is None else (0.0, 1.0)
+
     def scores(self, rewards_per_func: np.ndarray, totals: np.ndarray) -> np.ndarray:
         """Return 1 for a pass, 0 for a fail, or the reward, from rewards `(B, F)` or totals `(B,)`; NaN without one."""
         rewards = totals if self.column is None else rewards_per_func[:, self.column]

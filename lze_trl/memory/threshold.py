@@ -36,8 +36,8 @@ class Threshold:
         return chances
 
     def recent(self, prompts: Prompts) -> np.ndarray:
-        """Return prompts, live groups and completions of the batches before, as far as they count beside these prompts, `(P, 3)`."""
-        return np.tile(self._recent[[0, 2, 3]] * _kept(prompts, self.RECENT), (len(prompts), 1))
+        """Count prompts, live groups and completions of earlier batches, as far as they count beside these prompts, `(P, 3)`, all rows equal."""
+        return np.broadcast_to(self._recent[[0, 2, 3]] * _kept(prompts, self.RECENT), (len(prompts), 3))
 
     def needed(self, prompts: Prompts) -> np.ndarray:
         """

@@ -13,10 +13,7 @@ from ..memory.identity import ID_COLUMN, distinct_ids, prompts_of_groups
 from ..memory.state import PromptState
 from ..prompt_checks import text_of
 from .planners import Planner
-from .stream import GrowingStream, PromptStream, SamplerOrder, StreamedRows, sampler_order
-
-
-_NOTHING = np.empty(0, dtype=np.int64)
+from .stream import NOTHING, GrowingStream, PromptStream, SamplerOrder, StreamedRows, sampler_order
 
 
 @dataclass
@@ -26,9 +23,9 @@ class Plan:
     num_prompts: int  # P; 0 if nothing is rolled out
     pass_index: int
     inputs: list[dict[str, Any]] = field(default_factory=list)  # of this process, one per completion
-    rows: np.ndarray = field(default_factory=_NOTHING.copy)  # (P,): rows of the training set
+    rows: np.ndarray = field(default_factory=NOTHING.copy)  # (P,): rows of the training set
     # Ids that the planner or the window left out since the last batch
-    skipped: np.ndarray = field(default_factory=_NOTHING.copy)
+    skipped: np.ndarray = field(default_factory=NOTHING.copy)
 
 
 @dataclass
@@ -123,7 +120,7 @@ class Passes:
     def _plan_of_rows(self, rows: np.ndarray, pass_before: int, pass_index: int) -> Plan:
         """Plan rows of a pass, in the mode `"skip"` without those that the planner leaves out. It is asked once a pass."""
         if self.mode == "none":
-            return self._plan_with(rows, pass_index, _NOTHING)
+            return self._plan_with(rows, pass_index, NOTHING)
         if pass_index != pass_before:
             self.stream.begin(pass_index)
         # Several rounds share any number of rows over the processes
@@ -133,7 +130,7 @@ class Passes:
 
     def plan_next(self, count: int, taken: np.ndarray | None = None) -> Plan:
         """Plan the next `count` prompts of the stream; with `taken`, the rows that a batch has already, further ones for it."""
-        pass_before, left_out = self.stream.pass_index, _NOTHING
+        pass_before, left_out = self.stream.pass_index, NOTHING
         rows = self.stream.take(count, taken)
         passed_over = self.ids_of(self.stream.passed_over)
         if self.stream.pass_index != pass_before:  # some prompts that the new pass leaves out may fill the batch

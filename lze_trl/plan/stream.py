@@ -22,7 +22,7 @@ from .planners import Planner, checked_ranks
 
 logger = logging.getLogger(__name__)
 
-_NO_ROWS = np.empty(0, dtype=np.int64)
+NOTHING = np.empty(0, dtype=np.int64)  # no rows, ids or counts
 _RECHECKED = 0.1  # share of what is dead to the end of a pass that is rolled out all the same
 
 
@@ -33,8 +33,8 @@ class PromptStream:
     the state knows from other data are no part of a pass. The first pass has the order of TRL's sampler, `first_order`,
     `(N,)`.
 
-    With a `window` above 1, the best of so many batches come first: those whose groups are the likeliest to be alive, by draws. The
-    others wait until the end of the pass. Then dead ones are left to the next pass, but for a share that is checked again.
+    With a `window` above 1, the best of so many batches come first: the prompts whose groups are the likeliest to be alive, by draws.
+    The others wait until the end of the pass. Then dead ones are left to the next pass, except for a share that is checked again.
     """
 
     def __init__(
@@ -43,16 +43,16 @@ class PromptStream:
         state: PromptState,
         prompt_ids: np.ndarray,
         seed: int,
-        first_order: np.ndarray = _NO_ROWS,
+        first_order: np.ndarray = NOTHING,
         shuffle: bool = True,
         window: int = 1,
     ):
         self.planner, self.state, self.seed, self.window = planner, state, seed, window
         self.first_order, self.shuffle = first_order, shuffle
         self.pass_index = -1
-        self.left_out = _NO_ROWS  # ids of the prompts that this pass does not roll out, ascending
-        self._queue = _NO_ROWS  # rows of the rest of the pass
-        self.passed_over = _NO_ROWS  # rows that the last `take` has left out of the pass as dead
+        self.left_out = NOTHING  # ids of the prompts that this pass does not roll out, ascending
+        self._queue = NOTHING  # rows of the rest of the pass
+        self.passed_over = NOTHING  # rows that the last `take` has left out of the pass as dead
         self._choices = 0  # of a window's best, so far
         # Of this pass: its prompts, candidates so far, and live groups among them as forecast
         self._ranked = np.array([np.inf, 0.0, 0.0])
@@ -91,7 +91,7 @@ class PromptStream:
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """Take the next `count` rows, distinct from those `taken` by the batch: fewer if no active prompt is left."""
-        held, self.passed_over = _NO_ROWS if taken is None else taken, _NO_ROWS
+        held, self.passed_over = NOTHING if taken is None else taken, NOTHING
         batch = self._take_from_queue(count, held)
         # If rows are left in the queue, the batch holds them, so it has taken the whole pass
         if len(batch) < count and len(self._queue) == 0:
@@ -101,8 +101,8 @@ class PromptStream:
 
     def _take_from_queue(self, count: int, held: np.ndarray) -> np.ndarray:
         """Take at most `count` rows of the queue that a batch does not hold. Rows that it holds move to the end."""
-        fresh, waiting = self._queue, _NO_ROWS
-        if len(held):  # the usual case costs O(count)
+        fresh, waiting = self._queue, NOTHING
+        if len(held):  # without them, and without a window, this costs O(count)
             again = np.isin(self._queue, held)
             fresh, waiting = self._queue[~again], self._queue[again]
         if self.window > 1 and count and len(fresh):
@@ -112,12 +112,12 @@ class PromptStream:
 
     def _best_first(self, queue: np.ndarray, count: int) -> np.ndarray:
         """
-        Return the rest of the pass with the `count` best of the next candidates first, and the others of them last. From when all rows of
-        the pass have been candidates, those of which even the best are dead are passed over, but for a share that is checked again.
+        Return the rest of the pass with the `count` best of the next candidates first, and the other candidates last. Once all rows of
+        the pass have been candidates, a window whose best ones are dead is passed over, except for a share that is checked again.
         """
         rng = keyed_rng(self.seed, self._choices, "window")
         self._choices += 1
-        best = others = _NO_ROWS
+        best, others, size = NOTHING, NOTHING, self.state.group_size
         while len(best) < count and len(queue):
             missing = count - len(best)
             chances, drawn = self.state.alive(self.prompt_ids[queue[: self.window * missing]], rng=rng)
@@ -125,22 +125,16 @@ class PromptStream:
                 chances, drawn = chances[:missing], drawn[:missing]
             candidates, queue = np.split(queue, [len(drawn)])
             ranking = np.argsort(-drawn, kind="stable")
-            if self._are_dead(chances, ranking[:missing]):
+            rows, ranked, live = self._ranked
+            if ranked < rows:
+                self._ranked += 0.0, len(chances), chances.sum()
+            elif chances[ranking[:missing]].mean() < needed_to_begin(live / ranked / size, size):
                 again = rng.random(len(candidates)) < _RECHECKED
                 self.passed_over = np.append(self.passed_over, candidates[~again])
                 ranking = ranking[again[ranking]]
             chosen, left = (candidates[np.sort(part)] for part in np.split(ranking, [missing]))
             best, others = np.append(best, chosen), np.append(others, left)
         return np.concatenate([best, queue, others])
-
-    def _are_dead(self, chances: np.ndarray, best: np.ndarray) -> bool:
-        """Return whether the best candidates, by their chances to be alive, are not worth a completion: never at their first time."""
-        rows, ranked, live = self._ranked
-        if ranked < rows:
-            self._ranked += 0.0, len(chances), chances.sum()
-            return False
-        size = self.state.group_size
-        return bool(chances[best].mean() < needed_to_begin(live / ranked / size, size))
 
     def _begin_next_pass(self):
         index = self.pass_index + 1
@@ -196,24 +190,24 @@ class SamplerOrder(PromptStream):
 
     def restart(self):
         """Begin with the first pass again, as another sampler does."""
-        self.pass_index, self._queue = -1, _NO_ROWS
+        self.pass_index, self._queue = -1, NOTHING
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """Take the next `count` rows."""
         if len(self._queue) < count:
             self.pass_index += 1
             self._queue = sampler_order(len(self.prompt_ids), self.seed, self.pass_index, self.shuffle)
-        return self._take_from_queue(count, _NO_ROWS)
+        return self._take_from_queue(count, NOTHING)
 
 
 class GrowingStream(PromptStream):
     """Hands out prompts of a growing `pool`: new ones first, each `reuse` times, the next visits after all others."""
 
     def __init__(self, planner: Planner, state: PromptState, seed: int, pool: Any, reuse: int):
-        super().__init__(planner, state, _NO_ROWS, seed)
+        super().__init__(planner, state, NOTHING, seed)
         self.begin(0)
         self.pool, self.reuse = pool, reuse
-        self._left = _NO_ROWS  # visits left of each row
+        self._left = NOTHING  # visits left of each row
 
     def __len__(self) -> int:
         """Return the number of prompts with visits left."""
@@ -227,7 +221,7 @@ class GrowingStream(PromptStream):
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:
         """Take at most `count` further rows."""
-        batch = self._take_from_queue(count, _NO_ROWS if taken is None else taken)
+        batch = self._take_from_queue(count, NOTHING if taken is None else taken)
         self._left[batch] -= 1
         self._queue = np.concatenate([self._queue, batch[self._left[batch] > 0]])
         return batch

@@ -31,8 +31,8 @@ _MOST_LEVELS = 16  # of outcomes that are shown one by one
 _Z = 1.96  # standard errors to each side of a 95 % interval
 
 
-# Each generation batch with the step at the end of its bin, as of `_binned`
-_BINS = """bins AS (SELECT generation, max(step) OVER (PARTITION BY bin) + 1 AS until FROM (
+# Each generation batch with its bin of neighbouring ones, and the step at the end of the bin
+_BINS = """bins AS (SELECT generation, bin, max(step) OVER (PARTITION BY bin) + 1 AS until FROM (
     SELECT generation, step, (row_number() OVER (ORDER BY generation) - 1) * least(?::BIGINT, count(*) OVER ())
         // count(*) OVER () AS bin FROM generations))"""
 
@@ -298,8 +298,7 @@ def held_out_curves(run: Run) -> dict[str, pd.Series]:
     found = {called: logged[metric].rename(metric) for metric, called in metrics.items() if metric in logged}
     accuracy = found.get(f"{HELD_OUT} accuracy", pd.Series(dtype=float))
     if not accuracy.between(0.0, 1.0).all():
-        others = {name: values for name, values in found.items() if values is not accuracy}
-        found = {f"{HELD_OUT} reward": accuracy} | others
+        found = {f"{HELD_OUT} reward": found.pop(f"{HELD_OUT} accuracy")} | found
     return found
 
 
@@ -342,5 +341,5 @@ def outcome_name(run: Run) -> str:
 
 def _binned(run: Run, columns: dict[str, str], bins: int) -> pd.DataFrame:
     """Aggregate neighbouring generation batches into at most `bins` rows."""
-    query = f"WITH {_BINS} SELECT {', '.join(columns.values())} FROM generations JOIN bins USING (generation) GROUP BY until ORDER BY until"
+    query = f"WITH {_BINS} SELECT {', '.join(columns.values())} FROM generations JOIN bins USING (generation) GROUP BY bin ORDER BY bin"
     return run.sql(query, [bins]).set_axis(list(columns), axis=1)

@@ -187,7 +187,7 @@ class Gate(RolloutController):
         # All by what is expected once this round has ended: luck in this batch changes nothing
         completed = np.where(begun, np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn))), 0.0)
         completions = drawn.num_rows + (self.group_size - 1) * completed.sum()
-        # By chance, few prompts cost little and give little, and would ask for too many further ones: earlier batches count beside them
+        # Few prompts can all be cheap by chance, and would then ask for too many further ones. So earlier batches count as well
         recent_begun, recent_live, recent_completions = prompts.recent[0]
         count = len(prompts) + recent_begun / begun.mean()
         per_prompt = (completions + recent_completions) / count

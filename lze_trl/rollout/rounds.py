@@ -20,6 +20,7 @@ from ..memory.identity import ID_COLUMN, prompts_of_groups
 from ..memory.outcomes import OutcomeRule
 from ..memory.state import PromptState
 from ..plan.passes import Passes, Plan
+from ..plan.stream import NOTHING
 from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .comparing import Comparing
@@ -38,8 +39,6 @@ MAX_ROUNDS = 100
 READINGS = "readings."
 """Held columns with what group rewards have read of each completion, by the column of the reward function."""
 
-_NONE = np.empty(0, dtype=np.int64)
-
 
 @dataclass
 class Pending:
@@ -51,15 +50,15 @@ class Pending:
     request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
     step: int = 0  # optimizer steps so far
     ahead: LookAhead | None = None  # to the next round
-    counts: np.ndarray = field(default_factory=_NONE.copy)  # (P,): completions asked for in the round under way
-    owner: np.ndarray = field(default_factory=_NONE.copy)  # (B,): process of each completion
+    counts: np.ndarray = field(default_factory=NOTHING.copy)  # (P,): completions asked for in the round under way
+    owner: np.ndarray = field(default_factory=NOTHING.copy)  # (B,): process of each completion
     round: int = 0
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
     # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
-    joined: np.ndarray = field(default_factory=_NONE.copy)  # round in which the prompt was first planned
-    round0_counts: np.ndarray = field(default_factory=_NONE.copy)  # completions asked for in round 0
-    first_round_counts: np.ndarray = field(default_factory=_NONE.copy)  # in the first round that asked for some
+    joined: np.ndarray = field(default_factory=NOTHING.copy)  # round in which the prompt was first planned
+    round0_counts: np.ndarray = field(default_factory=NOTHING.copy)  # completions asked for in round 0
+    first_round_counts: np.ndarray = field(default_factory=NOTHING.copy)  # in the first round that asked for some
     start_probability: np.ndarray | None = None  # with which its first round has asked for completions
     completion_probability: np.ndarray | None = None  # with which a later round has
 

@@ -16,10 +16,15 @@ def outcome_uncertainty(outcomes: np.ndarray, group: np.ndarray, num_groups: int
     return np.where(differ(outcomes, group, num_groups), np.minimum(uncertainty, 1.0), 0.0)
 
 
+def pass_rate_momentum(pass_rates: np.ndarray, ema: np.ndarray) -> np.ndarray:
+    """Return the momentum m = min(2·|p − μ|, 1), shape `(P,)`, with μ the moving average *before* this visit."""
+    return np.minimum(2.0 * np.abs(pass_rates - ema), 1.0)
+
+
 def energy(
     difficulty: np.ndarray, uncertainty: np.ndarray, momentum: np.ndarray, momentum_weight: float = 0.3
 ) -> np.ndarray:
-    """Return the Learning-Zone Energy E = D·u·(1 + α·m), `(P,)`, with m = min(2·|p − μ|, 1) and μ the moving average before the visit."""
+    """Return the Learning-Zone Energy E = D·u·(1 + α·m), shape `(P,)`."""
     return difficulty * uncertainty * (1.0 + momentum_weight * momentum)
 
 
@@ -44,7 +49,7 @@ def score_groups(
     average = np.where(np.isnan(ema), pass_rates, ema)
     difficulty = np.nan_to_num(anchor(first, difficulty_floor))
     uncertainty = outcome_uncertainty(rollouts.outcomes, group, num_groups)
-    momentum = np.nan_to_num(np.minimum(2.0 * np.abs(pass_rates - average), 1.0))
+    momentum = np.nan_to_num(pass_rate_momentum(pass_rates, average))
     energies = energy(difficulty, uncertainty, momentum, momentum_weight)
     reward_variance = group_variance(rollouts.rewards, group, num_groups)
     prompt_tokens = np.zeros(num_groups, dtype=np.int64)

@@ -284,7 +284,7 @@ class HTTPGeneration:
 
     def generate_groups(self, prompts: list[list[int]], counts: list[int]) -> list[list[Completion]]:
         """
-        Complete each prompt as often as `counts` says, at least once, at least once. Every process gives the same arguments, and gets all groups. If no server
+        Complete each prompt as often as `counts` says, at least once. Every process gives the same arguments, and gets all groups. If no server
         can complete a prompt, and they have completed others, its completions are one token each and have a `failure`.
         """
         mode = "train" if self.model.training else "eval"  # an evaluation changes nothing of the training
