@@ -14,13 +14,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 ADDITION_DIR = CHECKOUT / "runs" / "demo" / "warm-start"
 CALCULATOR_DIR = CHECKOUT / "runs" / "calculator"
 OF_ADDITION = ("addition", "few_sums")  # tasks with its model and data
-OF_SKILLS = (
-    "words",
-    "words_small",
-    "few_words",
-    "skills",
-    "count",
-)  # tasks whose prompts [`~benchmarks.skills`] makes
+# Tasks whose prompts [`~benchmarks.skills`] makes
+OF_SKILLS = ("words", "words_small", "few_words", "skills", "count")
 MIXED_DIR = CHECKOUT / "runs" / "mixed"
 TRAIN_FILE, HELD_OUT_FILE = "train.jsonl", "test.jsonl"
 _READY_MADE = CHECKOUT.parent / "shared"

@@ -43,7 +43,7 @@ GENERATION = 0.25  # of plain GRPO's FLOPs: 2 a weight and token of 8
 _PROMPTS, _SIZE, _HORIZON = 512, 8, Horizon(prompts=2048, per_batch=32, batches=60)
 _SIMULATIONS = 4  # of the gate
 _MEANS = (0.5, 0.1)  # of pass rates
-_MARKS = "osDv^<>PX*"
+_MARKS = "osDv^<>PX*phdH8"
 
 
 @dataclass(frozen=True)
