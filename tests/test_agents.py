@@ -282,9 +282,6 @@ def test_without_data_nothing_is_remembered_of_prompts(tmp_path, caplog):
             make(LZEGRPOTrainer, tmp_path, CASES["no data"], **setting)
 
 
-# ---- Environments that fail ----
-
-
 def failing(name: str, how, when=lambda environment: True):
     """An environment with a method that raises, or does something else instead, in some episodes."""
     method = getattr(Scored, name)

@@ -191,9 +191,6 @@ def test_without_servers_on_a_gpu_each_round_is_a_pass_and_that_is_said_once(tmp
     assert sum("slowest completion of each round: each is a pass." in line for line in caplog.messages) == 1
 
 
-# ---- One step of overlap ----
-
-
 def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before(serve, tmp_path, monkeypatch):
     def completed_at_once(engine, request, foresight=None):
         start(engine, request, foresight)

@@ -19,12 +19,15 @@ from benchmarks.jobs import Options, plan
 from benchmarks.kept import run_all
 from benchmarks.parts import overhead, padding, processes
 from benchmarks.parts.shared import Lengths
+from benchmarks.sampling import STRATEGIES, SamplingRun
+from benchmarks.seconds import least_overlapped
 from benchmarks.self_play import ARMS, planned, read_results, report
 from benchmarks.skills import HELD_OUT_ROWS, MIXES, TRAIN_ROWS, in_words, make_rows
 from benchmarks.strategies import BASELINE
 from benchmarks.tasks import OF_SKILLS, TaskFiles
 from benchmarks.timed_server import Timing, dead_share, on_paper, serving
 from launches import run_to_end
+from lze_trl import LZEGRPOConfig
 from lze_trl.pack.layout import Geometry
 from test_bench_gradients import SMALL
 
@@ -109,6 +112,14 @@ def test_an_episode_of_two_sums(answers, told, reward):
     assert environment.get_reward() == reward and TwoSums.steps == before + len(answers)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_rolls_out_32_prompts_for_one_optimizer_step(strategy, tmp_path):
+    settings = SamplingRun(strategy, 3, 1000, "x").settings
+    args = LZEGRPOConfig(output_dir=str(tmp_path), report_to="none", **settings)
+    assert args.generation_batch_size == 32 * args.num_generations
+    assert args.steps_per_generation == args.gradient_accumulation_steps
+
+
 def test_continuous_batching_on_paper():
     timing = Timing(places=2, floor=1.0, per_sequence=0.75)  # one sequence takes 1 s a step, two take 1.5 s
     assert on_paper(timing, [[3]]) == 3.0
@@ -138,6 +149,13 @@ def test_answers_follow_from_prompt_and_seed_and_not_from_their_order():
     with serving(Timing(scale=1e-6)) as (url, engine):
         assert [ask(prompt) for prompt in range(5)] == [ask(prompt) for prompt in reversed(range(5))][::-1]
         assert engine.tokens == 2 * sum(sum(engine.timing.lengths([p], 7 * p, 3)) for p in range(5))
+
+
+def test_batches_that_differ_leave_less_to_overlap():
+    equal, different = (least_overlapped(Timing(sigma=sigma), 16, 4, 50) for sigma in (0.0, 1.0))
+    assert equal == pytest.approx(0.5)
+    assert 0.5 < different < 1.0
+    assert least_overlapped(Timing(sigma=0.0), 16, 4, 0) == 1.0
 
 
 def test_a_gate_that_takes_half_the_tokens_for_the_same_accuracies():

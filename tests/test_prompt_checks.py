@@ -132,14 +132,20 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, pad_token_id=0, eos_token_id=1, bos_token_id=2))
 
 
-@pytest.mark.parametrize("model", [tiny.model, gpt2])
-def test_a_prompt_that_is_too_long_is_told_and_left_out(tmp_path, caplog, model):
+def noting():
+    """A reward function, and the list in which it notes the prompts of its completions."""
     seen = []
 
     def reward(prompts, completions, **kwargs):
         seen.extend(prompts)
         return tiny.even_length_reward(completions)
 
+    return reward, seen
+
+
+@pytest.mark.parametrize("model", [tiny.model, gpt2])
+def test_a_prompt_that_is_too_long_is_told_and_left_out(tmp_path, caplog, model):
+    reward, seen = noting()
     arguments = {"reward_funcs": reward, "trainer": {"model": model()}, "strategy": "grpo", "max_steps": 4}
     trainer = tiny.make(tmp_path, dataset=with_long(), **arguments)
     told = "Left out 1 of 13 prompts of the training set, which leave no room in the context of 64 tokens: rows 7 (120 tokens)"
@@ -157,12 +163,7 @@ def test_a_prompt_that_is_too_long_is_told_and_left_out(tmp_path, caplog, model)
 
 
 def test_a_prompt_of_a_stream_that_is_too_long_is_told_and_left_out_when_it_comes(tmp_path, caplog):
-    seen = []
-
-    def reward(prompts, completions, **kwargs):
-        seen.extend(prompts)
-        return tiny.even_length_reward(completions)
-
+    reward, seen = noting()
     tiny.run(tmp_path, dataset=with_long().to_iterable_dataset(), reward_funcs=reward, max_steps=4)
     assert len(set(seen)) == 12 and max(map(len, seen)) < 64
     assert "Left out a prompt of the stream, of 120 tokens where the context is 64: '1+1+" in caplog.text

@@ -138,8 +138,6 @@ def test_handlers_of_others_are_left_alone(tmp_path):
             signal.signal(number, handler)
 
 
-# ---- Every process, however it was started ----
-
 PATIENT = """
 import os, time
 from pathlib import Path

@@ -187,9 +187,6 @@ def test_the_command_trains_on_two_processes(job, tmp_path, name):
     assert any(not torch.equal(before[weight], after[weight]) for weight in before)
 
 
-# ---- The dry run ----
-
-
 def dry_run(capsys, *arguments):
     """What `--dry_run` shows, by label."""
     cli.main(["train", *arguments, "--dry_run"])

@@ -208,9 +208,6 @@ def test_weights_that_cannot_be_loaded(fakes):
         make_pool(fakes).load(make_snapshot())
 
 
-# ---- Start ----
-
-
 def test_connect_waits_and_asks_again_after_damaged_answers(fakes, caplog):
     fake = fakes[0]
     fake.stop()

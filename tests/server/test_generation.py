@@ -193,9 +193,6 @@ def test_hundreds_of_seeded_prompts_at_once(servers, connect):
     assert servers["first"].runs
 
 
-# ---- Faults ----
-
-
 # A batch that takes some seconds
 LONG = {
     "max_completion_length": 48,
