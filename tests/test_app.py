@@ -457,6 +457,9 @@ def test_the_most_severe_advice_is_said_and_the_others_are_folded(runs, tmp_path
     html = views.cards(open_run(tmp_path / "a"))
     assert re.findall(r'class="lze-advice">(.*?)</p>', html) == ["Lower <code>lr</code> &lt;now&gt;."]
     assert "<summary>2 more</summary>" in html and "`" not in html
+    for anything in (None, [None, {"x": "<b>"}]):  # which a file from the Hub may hold
+        status.write_text(json.dumps({"state": "running", "advice": anything}))
+        assert "<b>" not in views.cards(open_run(tmp_path / "a"), "{}")
     advice = Advice(tiny.config(tmp_path / "b"), ["one", "two"])
     advice._lines = lambda ended: dict.fromkeys(("gate", "left_out", "solved", "reward.1", "collapsed"), "")
     assert list(advice.lines()) == ["collapsed", "reward.1", "solved", "left_out", "gate"]

@@ -350,8 +350,6 @@ def test_the_places_of_stopped_groups_go_to_further_prompts(tmp_path):
     assert drawn["completions"] == pytest.approx(24, rel=0.15)  # as many as uniform sampling draws
 
 
-# ---- GRESO ----
-
 GRESO = {"planner": "greso", "planner_kwargs": {"exploration": 0.3, "step": 0.2}}
 
 

@@ -280,9 +280,6 @@ def test_a_group_size_that_is_too_small_is_named(tmp_path):
     assert "group_size" not in told(adviser(tmp_path, ("reward",), num_generations=2), split, [2] * 200)
 
 
-# ---- Forecast ----
-
-
 def test_a_forecast_names_the_group_size_that_would_do_and_what_was_not_recorded(tmp_path):
     rates = np.full((200, 1), 0.18)
     pairs = forecast(sample((np.random.default_rng(0).random((200, 2)) < rates).astype(float)))

@@ -93,13 +93,11 @@ class Meta:
                 return cls(**known | {"settings": dict(content["settings"])})
         except FileNotFoundError:
             raise MissingTelemetryError(
-                "Nothing has been recorded here yet. A training with `telemetry=True` appears as soon as its first "
-                "batch is scored."
+                "Nothing has been recorded here yet. A training with `telemetry=True` appears as soon as its first batch is scored."
             ) from None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise TelemetryError(
-                f"`{META_FILE}` of the run cannot be read, or is of something else: {error!r}."
-            ) from error
+            told = f"`{META_FILE}` of the run cannot be read, or is of something else: {error!r}."
+            raise TelemetryError(told) from error
         raise TelemetryError(
             f"The run was recorded with telemetry schema {version!r}, and this version of lze_trl reads schema "
             f"{SCHEMA_VERSION}. Open it with the version of lze_trl that recorded it; a new training needs another "
@@ -129,9 +127,11 @@ class Status:
 
     @classmethod
     def read(cls, directory: Path) -> "Status":
-        """Read the status of a run. A running one that has not renewed the file for a minute has crashed."""
+        """Read the status of a run. A running one that has not renewed the file for a minute has crashed; a file of something else says nothing."""
         try:
             status = cls(**json.loads((directory / STATUS_FILE).read_text(encoding="utf-8")))
+            status.time, status.max_steps = float(status.time), int(status.max_steps)
+            status.advice = [str(line) for line in status.advice]
         except (OSError, ValueError, TypeError):
             return cls()
         if status.state == "running" and time.time() - status.time > _SILENT_SECONDS:
