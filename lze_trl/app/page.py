@@ -198,7 +198,7 @@ class _Page:
         for part in (self.table, self.scatter):
             part.click(self._open_prompt, None, of_prompt, **quiet).then(**show)
         tabs = [self.tab, self.pages]
-        self.cards.click(self._open_told, None, [self.state, self.search, self.named, *tabs], **quiet).then(**show)
+        self.cards.click(self._open_advised, None, [self.state, self.search, self.named, *tabs], **quiet).then(**show)
         self.flow.click(self._open_state, None, [self.state, *tabs], **quiet).then(**show)
         self.costs.click(self._open_state, None, [self.search, *tabs], **quiet).then(**show)
         self.stuck.click(self._open_listed, None, [*of_prompt, *tabs], **quiet).then(**show)
@@ -233,7 +233,7 @@ class _Page:
     def _open_state(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[1], gr.Tabs(selected=TABS[1])
 
-    def _open_told(self, event: gr.EventData) -> tuple[Any, ...]:
+    def _open_advised(self, event: gr.EventData) -> tuple[Any, ...]:
         """Open what a sentence of advice is about, see [`~views.cards`]."""
         target = {"state": "all", "search": "", "named": ""} | json.loads(event.row)
         return target["state"], target["search"], target["named"], target["tab"], gr.Tabs(selected=target["tab"])

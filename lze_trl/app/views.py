@@ -94,7 +94,7 @@ def cards(run: Run, sparkline: str = "") -> Markup:
 
 
 def _targets(run: Run, advice: str) -> dict[str, dict[str, str]]:
-    """Find the prompts and settings that a sentence of advice is about: the links to show by their words, with what each opens in the app."""
+    """Find what a sentence of advice is about. Returns what its links say, with the tab, and the state or search, that each opens."""
     found = {}
     if of_value := _OF_VALUE.match(advice):
         found["these prompts"] = {"tab": "Prompts", "search": "=".join(of_value.groups())}

@@ -36,7 +36,7 @@ class Threshold:
         return chances
 
     def recent(self, prompts: Prompts) -> np.ndarray:
-        """Count prompts, live groups and completions of earlier batches, as far as they count beside these prompts, `(P, 3)`, all rows equal."""
+        """Return prompts, live groups and completions of earlier batches, weighted: the more prompts here, the less. `(P, 3)`, all rows equal."""
         return np.broadcast_to(self._recent[[0, 2, 3]] * _kept(prompts, self.RECENT), (len(prompts), 3))
 
     def needed(self, prompts: Prompts) -> np.ndarray:

@@ -189,7 +189,7 @@ class Gate(RolloutController):
         completions = drawn.num_rows + (self.group_size - 1) * completed.sum()
         # Few prompts can all be cheap by chance, and would then ask for too many further ones. So earlier batches count as well
         recent_begun, recent_live, recent_completions = prompts.recent[0]
-        count = len(prompts) + recent_begun / begun.mean()
+        count = len(prompts) + recent_begun / begun.mean()  # prompts, begun or not
         per_prompt = (completions + recent_completions) / count
         further = (self.num_prompts * self.group_size - completions) / per_prompt
         if self.hold == "signal":
