@@ -127,7 +127,7 @@ class Status:
 
     @classmethod
     def read(cls, directory: Path) -> "Status":
-        """Read the status of a run. A running one that has not renewed the file for a minute has crashed; a file of something else says nothing."""
+        """Read the status of a run. A running one that has not renewed the file for a minute has crashed. Another content counts as no file."""
         try:
             status = cls(**json.loads((directory / STATUS_FILE).read_text(encoding="utf-8")))
             status.time, status.max_steps = float(status.time), int(status.max_steps)
