@@ -7,7 +7,7 @@ Seconds of a training step, by real HTTP on an engine that takes the time that v
 A real trainer of a model of a few thousand weights asks a real server, whose engine decodes 256 sequences at a time and takes its
 time; completions pass or fail at random, so that the share of dead groups stays what it is. `--updates` is the share of the update in
 plain GRPO's step, in per cent: updates then take the seconds of the rows that are trained on (0: rollouts alone). Arms are plain GRPO,
-`exact`, `gate` as it is, and `gate` in rounds, as it is where rewards compare completions; `…+overlap` with `overlap: one_step`. Runs are
+`exact`, `gate` with `hold: nothing` and with `hold: signal`, and `gate` in rounds, as it is where rewards compare completions; `…+overlap` with `overlap: one_step`. Runs are
 compared with plain GRPO of the same seed, over the steps after the gate has seen every prompt twice.
 """
 
@@ -42,8 +42,9 @@ PLAIN = "plain"
 ARMS: dict[str, dict[str, Any]] = {
     PLAIN: {"strategy": "grpo"},
     "exact": {"strategy": "exact"},
-    "gate in rounds": {"strategy": "gate"},
-    "gate": {"strategy": "gate"},
+    "gate in rounds": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}},
+    "gate": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}},
+    "gate that holds the signal": {"strategy": "gate", "controller_kwargs": {"hold": "signal"}},
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
 _PASSES, _BEFORE = 4, 2  # over the prompts, and those that are not counted

@@ -67,15 +67,15 @@ class Prompts(Table):
             a gate's guard has every group drawn whole.
         random_draw (float64, *optional*): A random number in [0, 1) that the prompt keeps through the rounds of a batch. Defaults to 1.
         start_probability (float64, *optional*): Probability with which the prompt was begun, if it was. Defaults to 1.
-        joined (int64, *optional*): Round in which the prompt joined the batch. Defaults to 0.
-        recent (float64, *optional*): Prompts, live groups and completions of earlier batches, `(P, 3)`, all rows equal. Defaults to 0.
+        recent (float64, *optional*): What earlier batches were expected to give, `(P, 4)`, all rows equal: prompts, live groups that a
+            gate has kept and missed, and completions. Defaults to 0.
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
-        defaults = {"alive_given_first": np.nan, "alive_needed": 0.0, "joined": 0}
+        defaults = {"alive_given_first": np.nan, "alive_needed": 0.0}
         defaults |= {"random_draw": 1.0, "start_probability": 1.0}
         filled = {name: np.full(len(prompt_ids), value) for name, value in defaults.items()}
-        filled["recent"] = np.broadcast_to(0.0, (len(prompt_ids), 3))  # without memory of its own
+        filled["recent"] = np.broadcast_to(0.0, (len(prompt_ids), 4))  # without memory of its own
         super().__init__(prompt_ids=prompt_ids, **(filled | columns))
 
 

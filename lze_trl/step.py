@@ -108,7 +108,8 @@ class BatchPipeline:
         with self.ledger.timed("selection"):
             plan = self.passes.plan(inputs)
         with self.ledger.timed("rollout"):
-            return self.rounds.begin(plan, engine, self.batch_index)
+            wanted = quota(self.args.selection_ratio, max(1, plan.num_prompts))
+            return self.rounds.begin(plan, engine, self.batch_index, wanted)
 
     def _start_prefetch(self, engine: TRLAdapter):
         """Let servers generate the next batch with the current weights while this one is trained on."""
@@ -182,9 +183,8 @@ class BatchPipeline:
     def finish(self, pending: Pending, engine: TRLAdapter) -> Batch:
         """Collect the completions, score and remember them, select, and pack: the rows to train on, with their layout."""
         timed = self.ledger.timed
-        num_groups_wanted = quota(self.args.selection_ratio, max(1, pending.plan.num_prompts))
         with timed("rollout"):
-            drawn = self.rounds.finish(pending, engine, num_groups_wanted)
+            drawn = self.rounds.finish(pending, engine)
         plan = pending.plan  # with the prompts that later rounds added
         self.ledger.visits_skipped += len(plan.skipped)
         self.ledger.rows_given_up += pending.rows_given_up
@@ -204,7 +204,7 @@ class BatchPipeline:
             self._add_values(drawn)
             change_in_bfloat16 = weight_change if in_bfloat16 else np.nan
             self.advice.see(drawn, drawn.prompts.cause, forecasts, engine.learning_rate, change_in_bfloat16)
-            chosen = self._select(drawn, num_groups_wanted)
+            chosen = self._select(drawn, pending.wanted)
             weights = row_weights(self.controller, drawn, self._rng("keep"))
             # Rows without a loss token, such as masked truncated completions, only fill micro-batches
             min_loss_tokens = int(self.args.loss_normalizer == "all" and self.args.selector != "all")

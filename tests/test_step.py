@@ -25,7 +25,7 @@ def test_only_finish_remembers_and_communicates(tmp_path, monkeypatch, strategy)
         for name in ("gather", "reduce", "wait_for_everyone"):
             patch.setattr(trainer.accelerator, name, lambda *args, name=name: pytest.fail(f"begin called {name}"))
         planned = copy.deepcopy(plan)
-        pending = step.rounds.begin(plan, engine, step.batch_index)
+        pending = step.rounds.begin(plan, engine, step.batch_index, 3)
     np.testing.assert_equal(memory(trainer), before)
     np.testing.assert_equal(vars(plan), vars(planned))
     batch = step.finish(pending, engine)

@@ -230,7 +230,7 @@ class PromptState:
             return prompts
         if drawn is not None and drawn.num_rows:
             prompts = prompts.with_columns(alive_given_first=self.threshold.alive(prompts, drawn))
-        return prompts.with_columns(alive_needed=self.threshold.needed(prompts), recent=self.threshold.recent(prompts))
+        return prompts.with_columns(alive_needed=self.threshold.needed(prompts))
 
     def alive(
         self, prompt_ids: np.ndarray, history: History | None = None, rng: np.random.Generator | None = None

@@ -35,10 +35,6 @@ class Threshold:
         chances[known] = model if self.model.used else offset
         return chances
 
-    def recent(self, prompts: Prompts) -> np.ndarray:
-        """Return prompts, live groups and completions of earlier batches, weighted: the more prompts here, the less. `(P, 3)`, all rows equal."""
-        return np.broadcast_to(self._recent[[0, 2, 3]] * _kept(prompts, self.RECENT), (len(prompts), 3))
-
     def needed(self, prompts: Prompts) -> np.ndarray:
         """
         Return the probability of being alive from which further completions yield more than elsewhere, shape `(P,)`.

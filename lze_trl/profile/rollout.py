@@ -91,7 +91,7 @@ def _roll_out(trainer: Any, folder: Path, size: int, count: int):
             rows, start = left[place : place + at_once], time.monotonic()
             # Keyed by its first prompt: a batch has the same completions however often a profile was ended before
             torch.manual_seed(int(keyed_rng(args.seed, int(rows[0]), "profile").integers(2**62)))
-            batch = rounds.finish(rounds.begin(Plan(len(rows), 0, rows=rows), engine, place), engine, len(rows))
+            batch = rounds.finish(rounds.begin(Plan(len(rows), 0, rows=rows), engine, place, len(rows)), engine)
             try:
                 with open(folder / store.GROUPS, "ab") as file:
                     file.write(_lines(batch, rows, (time.monotonic() - start) / len(rows)))

@@ -1,7 +1,7 @@
 """Rollout controllers: how many completions each prompt of a generation batch gets.
 
 A generation batch is drawn in rounds. Before every round the controller sees what was drawn and asks for further prompts
-(`more`, from round 1 on) and for further completions of each prompt (`draw`); a round without completions ends the batch.
+(`more`) and for further completions of each prompt (`draw`); a round without completions ends the batch.
 All completions drawn count in energies and advantages; `keep` chooses the completions that are trained on.
 
     balanced exit, n = 4: two positives and two negatives are wanted
@@ -55,7 +55,7 @@ class RolloutController(ABC):
         """
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        """Return the number of further prompts for an update of `k` groups, asked before `draw` from round 1 on."""
+        """Return the number of further prompts for an update of `k` groups, asked before `draw`; nothing is drawn yet in round 0."""
         return 0
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
@@ -147,7 +147,7 @@ class DynamicSampling(RolloutController):
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
         alive, visited = int(drawn.alive.sum()), int(np.count_nonzero(drawn.sizes))
-        if alive >= k or round >= self.max_rounds:
+        if round == 0 or alive >= k or round >= self.max_rounds:
             return 0
         if alive == 0:
             return self.num_prompts
@@ -182,31 +182,34 @@ class Gate(RolloutController):
         return self.hold != "nothing"
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        if round > 1 or draws_whole(prompts) or not (begun := drawn.sizes > 0).any():
+        planned, kept, missed, completions = prompts.recent[0]
+        if round > 0 or self.hold == "nothing" or draws_whole(prompts) or not kept:
             return 0
-        # All by what is expected once this round has ended: luck in this batch changes nothing
-        completed = np.where(begun, np.nan_to_num(np.asarray(self.probabilities(round, prompts, drawn))), 0.0)
-        completions = drawn.num_rows + (self.group_size - 1) * completed.sum()
-        # Few prompts can all be cheap by chance, and would then ask for too many further ones. So earlier batches count as well
-        recent_begun, recent_live, recent_completions = prompts.recent[0]
-        count = len(prompts) + recent_begun / begun.mean()  # prompts, begun or not
-        per_prompt = (completions + recent_completions) / count
-        further = (self.num_prompts * self.group_size - completions) / per_prompt
-        if self.hold == "signal":
-            alive = np.where(begun, prompts.alive_given_first, prompts.alive)
-            live_groups = (alive * completed).sum()
-            live_per_prompt = (live_groups + recent_live) / count
-            missing = alive.sum() - live_groups  # to those of uniform sampling
-            further = min(further, missing / live_per_prompt) if live_per_prompt else 0.0
-        return int(further)
+        wanted = (
+            self.num_prompts * self.group_size * planned / completions
+        )  # for as many completions as plain GRPO draws
+        if self.hold == "signal":  # for as many live groups, if that costs fewer
+            wanted = min(wanted, self.num_prompts * (kept + missed) / kept)
+        return max(0, int(np.rint(wanted)) - self.num_prompts)
+
+    def expected(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
+        """
+        Return what prompts are expected to give once their first completions are `drawn`, shape `(4,)`: their number, the live groups
+        that are kept and missed, and completions. Luck in the other completions changes nothing of it.
+        """
+        begun = drawn.sizes > 0
+        completed = np.where(begun, np.asarray(self.probabilities(1, prompts, drawn)), 0.0)
+        alive = np.where(begun, prompts.alive_given_first, prompts.alive)
+        kept = (alive * completed).sum()
+        return np.array(
+            [len(prompts), kept, alive.sum() - kept, drawn.num_rows + (self.group_size - 1) * completed.sum()]
+        )
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
-        age = round - prompts.joined  # rounds since the prompt joined the batch
-        if (age > 1).all() or (round > 0 and draws_whole(prompts)):
+        if round > 1 or (round > 0 and draws_whole(prompts)):
             return None
-        is_likely = np.where(age == 1, prompts.alive_given_first, prompts.alive) >= prompts.alive_needed
-        by_chance = np.maximum(np.where(age == 1, self.explore, self.recheck), self._control(prompts))
-        return np.where(age > 1, np.nan, np.where(is_likely, 1.0, by_chance))
+        alive, by_chance = (prompts.alive_given_first, self.explore) if round else (prompts.alive, self.recheck)
+        return np.where(alive >= prompts.alive_needed, 1.0, np.maximum(by_chance, self._control(prompts)))
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         probabilities, control = self.probabilities(round, prompts, drawn), self._control(prompts)
@@ -216,9 +219,8 @@ class Gate(RolloutController):
         np.divide(probabilities - control, 1.0 - control, out=without_control, where=control < 1.0)
         goes_on = (rng.random(len(prompts)) < without_control) | (prompts.random_draw < self.control)
         # The first completion of a prompt, or, once it has one, the others
-        age, at_first = round - prompts.joined, self.group_size if draws_whole(prompts) else 1
-        others = np.where((age == 1) & (drawn.sizes == 1), self.group_size - 1, 0)
-        return np.where(goes_on, np.where(age == 0, at_first, others), 0)
+        first = self.group_size if draws_whole(prompts) else 1
+        return np.where(goes_on, np.where(drawn.sizes == 1, self.group_size - 1, 0) if round else first, 0)
 
     def _control(self, prompts: Prompts) -> np.ndarray:
         """Return the probability that a started prompt is drawn whole, whatever is forecast."""

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 TO_STOP, TO_GO_ON = 10.0, 20.0
 """Capital from which the guard stops the gate, and lets it go on: a closer look costs a batch or two, a gate that does not pay many."""
 _BETS = 0.9 * 0.5 ** np.arange(7)  # share of the capital that one group can lose
-_RECENT = 128  # prompts on which λ rests
+_RECENT = 128  # prompts on which λ rests, and the number of further prompts
 
 
 class GateGuard:
@@ -36,6 +36,7 @@ class GateGuard:
         self.on, self.draws_whole = on, False
         self._gate, self._uniform = np.zeros(3), np.zeros(3)  # decayed: live groups, their signal, tokens
         self._recent = np.zeros(2)  # decayed: live groups, and completions, from which λ is computed
+        self._expected = np.zeros(4)  # decayed, see `Gate.expected`
         self.stopped = StoppedGroups()
         self._capital = np.ones(len(_BETS))  # one for each bet, since the last change
 
@@ -43,7 +44,12 @@ class GateGuard:
         """Add what a gate needs for its guard; while groups are drawn whole, no chance of being alive is too low."""
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
         columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
-        return prompts.with_columns(alive_needed=needed, **columns)
+        recent = np.broadcast_to(self._expected, (len(prompts), len(self._expected)))
+        return prompts.with_columns(alive_needed=needed, recent=recent, **columns)
+
+    def expect(self, expected: np.ndarray):
+        """Enter what a batch was expected to give, see [`Gate.expected`]."""
+        self._expected = max(1.0 - expected[0] / _RECENT, 0.0) * self._expected + expected
 
     def update(self, drawn: Batch, seen: np.ndarray, started: np.ndarray, whole: np.ndarray, size: int):
         """
@@ -102,13 +108,13 @@ class GateGuard:
         return {"guard": float(not self.draws_whole)} | known
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent}
+        totals = {"gate": self._gate, "uniform": self._uniform, "recent": self._recent, "expected": self._expected}
         return totals | self.stopped.state_dict() | {"capital": self._capital, "whole": np.array([self.draws_whole])}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint; a run without a guard lets the gate decide."""
         self._gate, self._uniform, self._recent = (state[name].copy() for name in ("gate", "uniform", "recent"))
-        self._capital = state["capital"].copy()
+        self._expected, self._capital = state["expected"].copy(), state["capital"].copy()
         self.stopped.load_state_dict(state)
         self.draws_whole = self.on and bool(state["whole"][0])
 

@@ -24,7 +24,7 @@ from ..plan.stream import NOTHING
 from ..seeding import keyed_rng
 from .ahead import LookAhead
 from .comparing import Comparing
-from .controllers import Gate, RolloutController, requested_counts, requested_prompts
+from .controllers import Gate, RolloutController, draws_whole, requested_counts, requested_prompts
 from .estimates import UniformSample, mean_over_full_batch, represented, uniform_sample
 from .gate_guard import GateGuard, guard_evidence
 from .group_rewards import score_groups, with_columns, without_reward
@@ -46,6 +46,7 @@ class Pending:
 
     plan: Plan
     generation: int
+    wanted: int  # K, groups of the update
     rng: np.random.Generator
     request: Any = None  # of the round under way, see `engine.Request`; `None` if no completions are wanted
     step: int = 0  # optimizer steps so far
@@ -53,6 +54,7 @@ class Pending:
     counts: np.ndarray = field(default_factory=NOTHING.copy)  # (P,): completions asked for in the round under way
     owner: np.ndarray = field(default_factory=NOTHING.copy)  # (B,): process of each completion
     round: int = 0
+    expected: np.ndarray | None = None  # what a gate expects of the batch, see `Gate.expected`
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
     # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
@@ -103,22 +105,32 @@ class Rounds:
 
     # ---- Begin ----
 
-    def begin(self, plan: Plan, engine: Any, generation: int) -> Pending:
-        """Ask for the first round of a plan."""
-        rng = keyed_rng(self.args.seed, generation, "rollouts")
-        pending = Pending(plan, generation, rng, step=engine.optimizer_step)
-        pending.joined = np.zeros(plan.num_prompts, dtype=np.int64)
+    def begin(self, plan: Plan, engine: Any, generation: int, wanted: int) -> Pending:
+        """Ask for the first round of a plan, for an update of `wanted` groups."""
+        pending = self._pending(plan, generation, wanted, engine)
         if self.passes.variable_group_size:
-            self._request_round(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine)
+            if plan.num_prompts and self.controller.draws_prompts:
+                pending.plan = self._extended_plan(pending, self._nothing_drawn(plan))
+            self._request_round(pending, self._nothing_drawn(pending.plan), engine)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
             pending.owner = self.passes.owners(int(pending.counts.sum()))
             pending.request = plan.inputs, self.args.num_generations, None
         return pending
 
+    def _nothing_drawn(self, plan: Plan) -> Batch:
+        return Batch.empty(self.passes.ids_of(plan.rows))
+
+    def _pending(self, plan: Plan, generation: int, wanted: int, engine: Any) -> Pending:
+        """Return a batch of which nothing is asked yet."""
+        rng, joined = keyed_rng(self.args.seed, generation, "rollouts"), np.zeros(plan.num_prompts, dtype=np.int64)
+        return Pending(plan, generation, wanted, rng, step=engine.optimizer_step, joined=joined)
+
     def _request_round(self, pending: Pending, drawn: Batch, engine: Any):
         """Ask for the completions that the controller wants next, if any, once some are `drawn`."""
         prompts = self.known_prompts(pending, drawn)
+        if isinstance(self.controller, Gate) and pending.round == 1 and not draws_whole(prompts):
+            pending.expected = self.controller.expected(prompts, drawn)
         counts = requested_counts(self.controller, pending.round, prompts, drawn, pending.rng)
         probabilities = self.controller.probabilities(pending.round, prompts, drawn)
         if probabilities is not None:
@@ -161,8 +173,7 @@ class Rounds:
         start, _ = pending.probabilities()
         start = np.ones(count) if start is None else start
         random_draws = keyed_rng(self.args.seed, pending.generation, "control").random(count)
-        known = self.state.prompts(drawn.prompt_ids, drawn).with_columns(joined=pending.joined)
-        return self.guard.with_guard_columns(known, random_draws, start)
+        return self.guard.with_guard_columns(self.state.prompts(drawn.prompt_ids, drawn), random_draws, start)
 
     def _owners(self, counts: np.ndarray) -> np.ndarray:
         """Return the process of each row of a round, shape `(B,)`; that of a whole group if rewards compare completions."""
@@ -178,8 +189,8 @@ class Rounds:
 
     # ---- Finish ----
 
-    def finish(self, pending: Pending, engine: Any, wanted: int) -> Batch | None:
-        """Collect and score all rounds of a batch, for an update of `wanted` groups; `None` without completions."""
+    def finish(self, pending: Pending, engine: Any) -> Batch | None:
+        """Collect and score all rounds of a batch; `None` without completions."""
         parts: list[Batch] = []
         range_before = copy.copy(self.state.range)
         while pending.request is not None:
@@ -199,7 +210,7 @@ class Rounds:
             drawn = self._joined_rounds(parts, pending.plan, engine, final=False)
             pending.round += 1
             if self.controller.draws_prompts:
-                pending.plan = self._extended_plan(pending, drawn, wanted)
+                pending.plan = self._extended_plan(pending, drawn)
                 drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
             self._request_round(pending, drawn, engine)
         engine.cancel_speculative_requests()
@@ -247,11 +258,11 @@ class Rounds:
         batch = batch.with_rows(outcomes=self.state.range.outcomes(batch.scores))
         return self._with_group_rewards(batch, engine, final)
 
-    def _extended_plan(self, pending: Pending, drawn: Batch, wanted: int) -> Plan:
+    def _extended_plan(self, pending: Pending, drawn: Batch) -> Plan:
         """Return the plan with the further prompts that the controller asks for."""
         plan = pending.plan
         prompts = self.known_prompts(pending, drawn)
-        further = requested_prompts(self.controller, pending.round, prompts, drawn, wanted)
+        further = requested_prompts(self.controller, pending.round, prompts, drawn, pending.wanted)
         if further == 0:
             return plan
         more = self.passes.plan_next(further, plan.rows)
@@ -306,7 +317,7 @@ class Rounds:
             for name, value in metrics.items():
                 engine.metrics[name].append(value)
             batch.held = {name: values for name, values in batch.held.items() if not name.startswith(READINGS)}
-        elif not self.controller.draws_prompts:
+        elif not self.controller.fills_update:
             of_groups, _ = score_all(final=False)
             so_far = _signals_so_far(with_columns(per_func, of_groups), weights, list(of_groups))
             batch = batch.with_rows(signals=so_far)
@@ -336,7 +347,8 @@ class Rounds:
         """Drop the rounds of a batch so far, in which a reward that compares completions got parts of groups, and draw it whole."""
         engine.cancel_speculative_requests()
         engine.forget_rounds(len(parts) + 1, noted=True)
-        begun = self.begin(pending.plan, engine, pending.generation)
+        begun = self._pending(pending.plan, pending.generation, pending.wanted, engine)
+        self._request_round(begun, self._nothing_drawn(begun.plan), engine)
         given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
         vars(pending).update(vars(begun) | {"step": pending.step, "rows_given_up": given_up})
 
@@ -363,6 +375,8 @@ class Rounds:
         first_counts = _padded(pending.first_round_counts, count, 0)
         has_rows, (start, completion) = first_counts > 0, pending.probabilities()
         if isinstance(self.controller, Gate) and start is not None:
+            if pending.expected is not None:
+                self.guard.expect(pending.expected)
             evidence = guard_evidence(self.controller, self.state, batch, start, completion)
             self.guard.update(batch, *evidence, self.controller.group_size)
         sample = self._uniform_sample(batch, pending, has_rows, completion)
