@@ -49,8 +49,9 @@ PLAIN = "plain"
 ARMS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "exact": {"strategy": "exact"},
-    "gate": {"strategy": "gate"},
-    "gate_g4": {"strategy": "gate", "num_generations": 4},
+    "gate": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}},
+    "gate_signal": {"strategy": "gate"},
+    "gate_g4": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}, "num_generations": 4},
 }
 TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "`gate`", "gate_g4": "`gate`, 64 prompts × 4"}
 _OPEN, _CLOSE = '<tool_call>{"name": "answer", "arguments": {"value": "', '"}}</tool_call>'

@@ -25,8 +25,14 @@ BASE: dict[str, Any] = {
 STRATEGIES: dict[str, dict[str, Any]] = {
     # the updates of plain GRPO, without computing the groups that have no gradient
     DEFAULT: {"selector": "zero_variance", "loss_normalizer": "all", "deduplicate": False},
-    # one completion of each prompt; the others where the group is likely to be alive
-    "gate": {"selector": "zero_variance", "loss_normalizer": "all", "pruning": "none", "controller": "gate"},
+    # one completion of each prompt; the others where the group is likely to be alive, and as many live groups as plain GRPO
+    "gate": {
+        "selector": "zero_variance",
+        "loss_normalizer": "all",
+        "pruning": "none",
+        "controller": "gate",
+        "controller_kwargs": {"hold": "signal"},
+    },
     # the 40 % of the groups with the highest energy; the slots of solved prompts go to others
     "lze": {},
     # every group, in TRL's micro-batches: plain TRL

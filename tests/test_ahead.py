@@ -216,8 +216,8 @@ def test_overlap_is_the_sequential_run_that_keeps_the_weights_of_the_step_before
 def test_without_a_lag_overlap_is_the_run_without(serve, tmp_path, monkeypatch):
     whole = told(train(tmp_path / "none", [serve()]))
 
-    def begin_and_start(rounds, plan, engine, generation):
-        pending = begin(rounds, plan, engine, generation)
+    def begin_and_start(rounds, plan, engine, *of_batch):
+        pending = begin(rounds, plan, engine, *of_batch)
         engine.prefetch(pending.request, pending.ahead)
         return pending
 

@@ -61,7 +61,8 @@ def test_what_is_given_besides_wins(tmp_path, name):
         args = tiny.config(tmp_path, strategy=name, **{field: value})
         assert vars(args)[field] == (vars(usual)[field] | value if isinstance(value, dict) else value)
         changed = {key for key, before in values(usual).items() if values(args)[key] != before}
-        changed -= {"controller_kwargs"} if field == "controller" else set()  # each has its own
+        # Each controller has its own, and the gate another one with smaller batches
+        changed -= {"controller_kwargs"} if field == "controller" or (name, field) == ("gate", "pruning") else set()
         # The quota is that of a ranking
         assert changed <= ({field, "selector"} if (name, field) == (DEFAULT, "selection_ratio") else {field})
     # Also where what is given is what the default strategy has
@@ -131,6 +132,18 @@ def test_a_run_records_the_settings_and_goes_on_under_another_name(tmp_path):
 def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_path, strategy, controller):
     args = tiny.config(tmp_path, strategy=strategy, controller=controller)
     assert args.defaults()["controller_kwargs"] == args.controller_kwargs
+
+
+def test_the_gate_holds_the_signal_unless_its_batches_are_smaller(tmp_path):
+    held = {pruning: tiny.config(tmp_path, strategy="gate", pruning=pruning) for pruning in (None, "refill", "skip")}
+    assert {pruning: args.make_controller().hold for pruning, args in held.items()} == {
+        None: "signal",
+        "refill": "signal",
+        "skip": "nothing",
+    }
+    own = {"strategy": "gate", "controller_kwargs": {"hold": "signal"}}
+    with pytest.raises(ValueError, match=r"`pruning='skip'` makes batches smaller, and `Gate` fills them"):
+        tiny.make(tmp_path, pruning="skip", **own)
 
 
 # Of TRL and transformers, which take them and fail later, or train on nothing
