@@ -143,8 +143,8 @@ class LZEGRPOConfig(GRPOConfig):
             `max_rounds` (4) of `"dynamic"`; `explore` (0.05) and `recheck` (0.1), the shares of stopped groups and prompts that `"gate"` draws, and
             `control` (0.05), the share that it draws whole whatever it forecasts, to see whether it pays (0: no such guard); `hold`, what
             further prompts of the pass are drawn for in place of the groups that `"gate"` stops: the `"signal"` (as many live groups as
-            plain GRPO's batch is expected to have; with `strategy="gate"`, unless `pruning="skip"` or a sampler of your own leaves
-            no further ones), the `"completions"` (as many as plain GRPO draws), or `"nothing"`, the default.
+            plain GRPO's batch is expected to have; with `strategy="gate"`, unless a `window`, `pruning="skip"` or a sampler of your
+            own chooses the prompts of a batch), the `"completions"` (as many as plain GRPO draws), or `"nothing"`, the default.
 
         > Parameters that control identity and state
 
@@ -321,7 +321,7 @@ class LZEGRPOConfig(GRPOConfig):
         controller, defaults, chosen = CONTROLLERS[str(self.controller)], {}, settings_of(self.strategy)
         is_its_controller = controller is CONTROLLERS[chosen["controller"]]
         of_strategy = chosen.get("controller_kwargs", {}) if is_its_controller else {}
-        if controller is Gate and self.pruning == "skip":  # its batches are smaller
+        if controller is Gate and (self.pruning == "skip" or self.window > 1):  # which choose the prompts of a batch
             of_strategy = {}
         if controller is ReinforceAda:
             defaults["kept"] = self.num_generations

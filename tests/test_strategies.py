@@ -134,14 +134,12 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
     assert args.defaults()["controller_kwargs"] == args.controller_kwargs
 
 
-def test_the_gate_holds_the_signal_unless_its_batches_are_smaller(tmp_path):
-    held = {pruning: tiny.config(tmp_path, strategy="gate", pruning=pruning) for pruning in (None, "refill", "skip")}
-    assert {pruning: args.make_controller().hold for pruning, args in held.items()} == {
-        None: "signal",
-        "refill": "signal",
-        "skip": "nothing",
-    }
+def test_the_gate_holds_the_signal_unless_the_prompts_of_a_batch_are_chosen(tmp_path):
+    chosen = {"window": 2, "prompt_features": "text"}
+    held = [tiny.config(tmp_path, strategy="gate", **own) for own in ({}, {"pruning": "refill"}, {"pruning": "skip"}, chosen)]
+    assert [args.make_controller().hold for args in held] == ["signal", "signal", "nothing", "nothing"]
     own = {"strategy": "gate", "controller_kwargs": {"hold": "signal"}}
+    assert tiny.config(tmp_path, **own, **chosen).make_controller().hold == "signal"
     with pytest.raises(ValueError, match=r"`pruning='skip'` makes batches smaller, and `Gate` fills them"):
         tiny.make(tmp_path, pruning="skip", **own)
 
