@@ -32,7 +32,7 @@ help:  ## Show what can be made
 demo: $(VENV)/.installed  ## Train a small model on this CPU by plain TRL, exact and lze, and compare them, in five minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo $(ARGS)
 
-demo-llm: $(VENV)/.installed  ## Train a real language model on this machine's CPU, in a quarter of an hour
+demo-llm: $(VENV)/.installed  ## Train a real language model on this machine's CPU, in ten minutes
 	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.demo_llm $(ARGS)
 
 smollm2: $(VENV)/.installed  ## Make the language model SmolLM2-135M-Instruct in models/, without a model hub

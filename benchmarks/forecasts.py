@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from .comparison import cost_to_target, pairs
+from .comparison import cost_to_target, first_crossing, pairs
 from .run import build_trainer, circumstances
 from .sections import sort_results
 from .settings import RunSettings, write_text
@@ -76,31 +76,41 @@ def forecast_of(settings: RunSettings, files: TaskFiles, timed: bool) -> dict[st
     return result | {"seconds": spent}
 
 
-def measured(kept: str) -> dict[tuple[str, int], dict[str, float]]:
-    """Say what the runs of a folder have cost over plain GRPO until its accuracy, by strategy and seed; infinite where it was not reached."""
+def measured(kept: str) -> dict[tuple[str, int], dict[str, tuple[float, float]]]:
+    """
+    Say what the runs of a folder have cost over plain GRPO, by strategy and seed: until its accuracy, infinite where it was not reached,
+    and in all.
+    """
     curves = sort_results(read_results(KEPT / kept))[0][0].curves()
     found = {}
     for strategy in NAMES:
         for run, base in pairs(curves, strategy, BASELINE):
             spreads = {cost: cost_to_target([(run, base)], cost) for cost in COSTS}
-            found[strategy, run.seed] = {name: s.values[0] if s else math.nan for name, s in spreads.items()}
+            of_base = {cost: first_crossing(base.costs[cost], base.accuracy, base.final) for cost in COSTS}
+            found[strategy, run.seed] = {
+                cost: (s.values[0] if s else math.nan, run.costs[cost][-1] / (of_base[cost] or math.nan))
+                for cost, s in spreads.items()
+            }
     return found
 
 
 @dataclass(frozen=True)
 class Check:
-    """A forecast price of a run and what was measured; `independent`, whether the widths of forecasts were chosen without the run."""
+    """A forecast price of a run, what was `measured`, and whether the widths of forecasts were chosen without the run."""
 
     kept: str
     strategy: str
     cost: str
     price: dict[str, float]
     real: float
+    at_end: float
     independent: bool
 
     @property
-    def inside(self) -> bool:
-        """Whether the interval covers it."""
+    def inside(self) -> bool | None:
+        """Whether the interval covers it; `None` if the run ended while the interval still allowed it to reach the accuracy."""
+        if math.isinf(self.real) and self.at_end <= self.price["high"]:
+            return None
         return self.price["low"] <= self.real <= self.price["high"]
 
 
@@ -114,7 +124,7 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
                 for row in (row for row in rows if row["task"] == kept and (strategy, row["seed"]) in runs):
                     price = next(p for p in row["forecast"]["prices"] if p["name"] == name)[cost]
                     independent = row["seed"] not in WIDTHS.get(kept, ())
-                    found.append(Check(kept, strategy, cost, price, runs[strategy, row["seed"]][cost], independent))
+                    found.append(Check(kept, strategy, cost, price, *runs[strategy, row["seed"]][cost], independent))
     return found
 
 
@@ -125,9 +135,12 @@ def coverage(found: Sequence[Check]) -> str:
         (True, "runs by which the widths were not chosen"),
         (False, "runs by which they were chosen"),
     ):
-        own = [check.inside for check in found if check.independent == independent]
-        share = f"{sum(own)} of {len(own)} ({np.mean(own):.0%})" if own else "none was forecast"
-        texts.append(f"{what}: **{share}**")
+        all_of = [check.inside for check in found if check.independent == independent]
+        own = [inside for inside in all_of if inside is not None]
+        share = f"{sum(own)} of {len(own)} ({np.mean(own):.0%})" if own else "none is known"
+        texts.append(
+            f"{what}: **{share}**" + f", {len(all_of) - len(own)} more are not known" * (len(own) < len(all_of))
+        )
     return f"Measured prices in their 80 % interval, {'; '.join(texts)}."
 
 
@@ -161,7 +174,8 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         value, low, high = np.median([[c.price[name] for name in ("value", "low", "high")] for c in own], axis=0)
         real = float(np.median([c.real for c in own]))
         cells = f"{value:.2f} ({low:.2f}–{high:.2f})", "not reached" if math.isinf(real) else f"{real:.2f}"
-        inside = f"{sum(c.inside for c in own)} of {len(own)}"
+        known = [c.inside for c in own if c.inside is not None]
+        inside = f"{sum(known)} of {len(known)}" if known else "–"
         prices.append([kept, strategy, f"{cost} ×", "no" if independent else "yes", *cells, inside])
     seconds = []
     for row in (row for row in rows if "seconds" in row):
@@ -182,7 +196,8 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         [
             "# Forecasts against runs",
             f"`trainer.forecast()` of {_PROMPTS} prompts × 8 before the first step; medians over the seeds. *Measured* are the kept runs of the "
-            "benchmark, to plain GRPO's accuracy; a run that never reaches it is outside of every interval." + same,
+            "benchmark, to plain GRPO's accuracy. A run that ends below it is outside if it has cost more than the interval allows; else its price is "
+            "not known, and not counted." + same,
             coverage(found),
             table(
                 ["kept runs", "strategy", "price", "widths chosen by them", "forecast (80 %)", "measured", "inside"],

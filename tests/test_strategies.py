@@ -136,7 +136,10 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
 
 def test_the_gate_holds_the_signal_unless_the_prompts_of_a_batch_are_chosen(tmp_path):
     chosen = {"window": 2, "prompt_features": "text"}
-    held = [tiny.config(tmp_path, strategy="gate", **own) for own in ({}, {"pruning": "refill"}, {"pruning": "skip"}, chosen)]
+    held = [
+        tiny.config(tmp_path, strategy="gate", **own)
+        for own in ({}, {"pruning": "refill"}, {"pruning": "skip"}, chosen)
+    ]
     assert [args.make_controller().hold for args in held] == ["signal", "signal", "nothing", "nothing"]
     own = {"strategy": "gate", "controller_kwargs": {"hold": "signal"}}
     assert tiny.config(tmp_path, **own, **chosen).make_controller().hold == "signal"
