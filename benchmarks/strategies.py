@@ -134,10 +134,11 @@ for _name, _features in {"columns": "columns", "text": "text", "both": "all"}.it
                 **({} if _features == "text" else {"report_by": ["kind"]}),
             ),
         )
-_unseen = STRATEGIES["gate_unseen_both_window4"]
-STRATEGIES["gate_unseen_both_window4_signal"] = Strategy(
-    f"{_unseen.title}, holds the signal", _unseen.overrides | {"controller_kwargs": {"hold": "signal"}}
-)
+for _name in ("gate_unseen_text", "gate_unseen_both", "gate_unseen_both_window4"):
+    _unseen = STRATEGIES[_name]
+    STRATEGIES[f"{_name}_signal"] = Strategy(
+        f"{_unseen.title}, holds the signal", _unseen.overrides | {"controller_kwargs": {"hold": "signal"}}
+    )
 # What `python -m benchmarks.profiled` compares: without a profile, and with it
 PROFILED = {name: f"{name}_profiled" for name in ("gate", "lze_refilled", "greso")}
 STRATEGIES["grpo_kept"] = Strategy("GRPO (TRL), on the prompts that a profile keeps", {"profile": "kept"}, trl=True)

@@ -9,6 +9,7 @@ DEFAULT = "exact"
 """The default strategy."""
 
 _EVERY_GROUP = {"selector": "all", "selection_ratio": 1.0, "pruning": "none"}
+_OVER_ALL = {"selector": "zero_variance", "loss_normalizer": "all"}  # live groups, the loss over the full batch
 _LIVE_GROUPS = {"selector": "zero_variance", "selection_ratio": 1.0}
 
 BASE: dict[str, Any] = {
@@ -24,15 +25,9 @@ BASE: dict[str, Any] = {
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     # the updates of plain GRPO, without computing the groups that have no gradient
-    DEFAULT: {"selector": "zero_variance", "loss_normalizer": "all", "deduplicate": False},
+    DEFAULT: _OVER_ALL | {"deduplicate": False},
     # one completion of each prompt; the others where the group is likely to be alive, and as many live groups as plain GRPO
-    "gate": {
-        "selector": "zero_variance",
-        "loss_normalizer": "all",
-        "pruning": "none",
-        "controller": "gate",
-        "controller_kwargs": {"hold": "signal"},
-    },
+    "gate": _OVER_ALL | {"pruning": "none", "controller": "gate", "controller_kwargs": {"hold": "signal"}},
     # the 40 % of the groups with the highest energy; the slots of solved prompts go to others
     "lze": {},
     # every group, in TRL's micro-batches: plain TRL
