@@ -51,7 +51,6 @@ class Prompts(Table):
     Attributes:
         prompt_ids (int64): Content hash of the prompt.
         visits (int64): Visits so far.
-        rollouts (int64): Completions scored so far, counted up to 65535.
         pass_rates (float64): Posterior mean of the pass rate; 0.5 for a prompt that was never visited, or the mean of its parents.
         strength (float64): Completions that the posterior rests on; 0 for a prompt that was never visited.
         difficulty (float64): Initial-difficulty anchor D; 1 for a prompt that was never visited.
@@ -67,8 +66,7 @@ class Prompts(Table):
             a gate's guard has every group drawn whole.
         random_draw (float64, *optional*): A random number in [0, 1) that the prompt keeps through the rounds of a batch. Defaults to 1.
         start_probability (float64, *optional*): Probability with which the prompt was begun, if it was. Defaults to 1.
-        recent (float64, *optional*): What earlier batches were expected to give, `(P, 4)`, all rows equal: prompts, live groups that a
-            gate has kept and missed, and completions. Defaults to 0.
+        recent (float64, *optional*): What a gate has expected of earlier batches, see [`Gate.expected`], `(P, 4)`. Defaults to 0.
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
@@ -202,9 +200,7 @@ class Batch:
 
     @staticmethod
     def join(parts: list["Batch"], prompts: Table) -> "Batch":
-        """
-        Join the rounds of a batch, sorting the rows by group; `prompts` has all groups. A held column that a round lacks is `None` there.
-        """
+        """Join the rounds of a batch, sorting the rows by group; `prompts` has all groups. A held column that a round lacks is `None` there."""
         sizes = [part.num_rows for part in parts]
         held = [len(next(iter(part.held.values()), ())) for part in parts]  # as many on every process
         rows = {name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0].rows)}

@@ -146,9 +146,7 @@ def _description(checkpoint: Path) -> dict[str, Any]:
 
 
 def last_complete_checkpoint(run_dir: str | Path, tell: Callable[[str], None] | None = None) -> str | None:
-    """
-    Find the newest checkpoint of a run that is complete and can be resumed, or `None`. `tell` gets a sentence on each one passed over.
-    """
+    """Find the newest checkpoint of a run that is complete and can be resumed, or `None`. `tell` gets a sentence on each one passed over."""
     for path in checkpoints(run_dir):
         problem: Any = "it was not written to its end"
         try:

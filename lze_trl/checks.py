@@ -63,12 +63,13 @@ def prepare(
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:
-        of_gate = args.controller_kwargs
-        if own_sampler and args.controller == "gate" and of_gate == args.defaults()["controller_kwargs"]:
-            of_gate["hold"] = "nothing"
-            logger.warning(
-                "`%s` orders the prompts, so the gate draws no further ones: `hold` is 'nothing'.", own_sampler
-            )
+        if (
+            own_sampler
+            and args.controller == "gate"
+            and args.controller_kwargs == args.defaults()["controller_kwargs"]
+        ):
+            args.controller_kwargs["hold"] = "nothing"
+            logger.warning("`%s` orders the prompts, so the gate draws no further ones: `hold` is off.", own_sampler)
         controller = args.make_controller()
     group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     group_reward = get_callable_name(group_rewards[0]) if group_rewards else None

@@ -320,9 +320,10 @@ class LZEGRPOConfig(GRPOConfig):
         """Check the settings that are dictionaries, and add the defaults of those that are left out."""
         controller, defaults, chosen = CONTROLLERS[str(self.controller)], {}, settings_of(self.strategy)
         is_its_controller = controller is CONTROLLERS[chosen["controller"]]
-        of_strategy = chosen.get("controller_kwargs", {}) if is_its_controller else {}
-        if controller is Gate and (self.pruning == "skip" or self.window > 1):  # which choose the prompts of a batch
-            of_strategy = {}
+        fits = controller is not Gate or (
+            self.pruning != "skip" and self.window == 1
+        )  # these choose a batch's prompts
+        of_strategy = chosen.get("controller_kwargs", {}) if is_its_controller and fits else {}
         if controller is ReinforceAda:
             defaults["kept"] = self.num_generations
         elif controller is DynamicSampling:

@@ -141,9 +141,7 @@ def keep_private(run_dir: str | Path, writes_problems: bool = False):
 
 
 def extend_model_card(run_dir: str | Path):
-    """
-    Add a section to the `README.md` that TRL has written: how the model was trained and evaluated. A run without telemetry gets none.
-    """
+    """Add a section to the `README.md` that TRL has written: how the model was trained and evaluated. A run without telemetry gets none."""
     with suppress(MissingTelemetryError):
         section = model_card_section(run_dir)
         with open(Path(run_dir, "README.md"), "a", encoding="utf-8") as card:

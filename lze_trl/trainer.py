@@ -498,9 +498,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     @contextmanager
     def side_effect_free_copy(self, **settings: Any) -> Iterator["LZEGRPOTrainer"]:
-        """
-        Yield a copy of this trainer with other `settings` and fresh parts. What it rolls out and computes leaves no trace in this one.
-        """
+        """Yield a copy of this trainer with other `settings` and fresh parts. What it rolls out and computes leaves no trace in this one."""
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
         own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}}

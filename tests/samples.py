@@ -27,7 +27,7 @@ def rollouts(outcomes: dict[int, list[float]], rewards: dict[int, list[float]] |
 def prompts_of(count: int, **known: list) -> Prompts:
     """Prompts 0, 1, 2, … that were never visited, unless `known` says otherwise: any field of [`Prompts`]."""
     zeros, integers = np.zeros(count), np.zeros(count, dtype=np.int64)
-    usual = {"prompt_ids": np.arange(count), "visits": integers, "rollouts": integers, "streak": integers}
+    usual = {"prompt_ids": np.arange(count), "visits": integers, "streak": integers}
     usual |= {"pass_rates": zeros + 0.5, "strength": zeros, "difficulty": zeros + 1.0, "alive": zeros + 0.5}
     return Prompts(**usual | {"pruned": zeros > 0} | {name: np.array(values) for name, values in known.items()})
 

@@ -54,9 +54,6 @@ def play(controller: RolloutController, outcomes: list[list[float]], first: int 
     pytest.fail("the rounds do not end")
 
 
-# ---- Reinforce-Ada: what is kept ----
-
-
 @given(
     outcomes=st.lists(st.lists(st.sampled_from([0.0, 0.3, 1.0, NAN]), max_size=5), min_size=1, max_size=2),
     n=st.integers(2, 4),
@@ -123,9 +120,6 @@ def test_kept_rows_are_the_published_ones(case):
         rows = np.flatnonzero(drawn.group == i)
         expected = published(controller.exit, stream, controller.round_size, controller.max_rounds, controller.kept)
         assert np.flatnonzero(kept[rows]).tolist() == expected
-
-
-# ---- Dynamic sampling ----
 
 
 @pytest.mark.parametrize(

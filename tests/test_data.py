@@ -188,9 +188,6 @@ def test_pictures_are_kept(write):
     assert dataset["solution"] == ["a cat"]
 
 
-# ---- Contexts and options ----
-
-
 @pytest.mark.parametrize(
     ("row", "settings", "expected"),
     [
@@ -353,9 +350,6 @@ def test_messages_keep_their_tool_calls(write, tmp_path):
     both = load_mixture([str(tmp_path / "calls.jsonl"), write("plain.jsonl", TRL)])
     assert both["prompt"][:] == [*dataset["prompt"], TRL[0]["prompt"]]
     assert both["prompt_id"][1] == both["prompt_id"][-1]
-
-
-# ---- Configurations, and the Hub ----
 
 
 def test_a_set_in_configurations_is_that_of_the_default_or_all_of_them(write, tmp_path):

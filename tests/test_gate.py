@@ -16,7 +16,6 @@ from samples import NAN, prompts_of, rollouts, sampled
 
 
 SIZE = 6
-HOLDS = ("nothing", "signal", "completions")
 
 
 class World:
@@ -160,26 +159,30 @@ def test_it_draws_one_then_the_others_and_nothing_after():
 
 
 def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_to_give():
-    prompts, gates = prompts_of(10, alive=[0.2] * 10), [Gate(8, control=0.0, hold=h, num_prompts=10) for h in HOLDS]
-
-    def further(recent, round=0, **columns):
-        known = prompts.with_columns(recent=np.tile(np.array(recent, dtype=np.float64), (10, 1)), **columns)
+    def further(recent, round=0, needed=0.0):
+        known = prompts_of(10, alive_needed=[needed] * 10, recent=[[float(number) for number in recent]] * 10)
+        gates = [Gate(8, hold=hold, num_prompts=10) for hold in ("nothing", "signal", "completions")]
         return [gate.more(round, known, rollouts({i: [] for i in range(10)}), 10) for gate in gates]
 
     # 40 prompts kept 6 of 9 live groups for 160 completions: with half as many again it keeps as many, with twice as many it costs as many
-    assert further([40, 6.0, 3.0, 160]) == [0, 5, 10]
-    assert further([40, 2.0, 7.0, 160]) == [0, 10, 10]  # never more than plain GRPO's completions
-    assert further([40, 6.0, 0.0, 400]) == [0, 0, 0]
+    assert further([40, 6, 3, 160]) == [0, 5, 10]
+    assert further([40, 2, 7, 160]) == [0, 10, 10] and further([40, 6, 0, 400]) == [
+        0,
+        0,
+        0,
+    ]  # never more than plain GRPO's completions
     # Before the first batch, where the guard draws whole groups, and once anything is drawn, there is nothing to go by
-    assert further([0, 0, 0, 0]) == further([40, 6.0, 3.0, 160], round=1) == [0, 0, 0]
-    assert further([40, 6.0, 3.0, 160], alive_needed=np.full(10, -np.inf)) == [0, 0, 0]
+    assert (
+        further([0] * 4) == further([40, 6, 3, 160], round=1) == further([40, 6, 3, 160], needed=-np.inf) == [0, 0, 0]
+    )
 
 
 def test_what_a_batch_is_expected_to_give_does_not_depend_on_luck():
     gate = Gate(8, explore=0.5, control=0.0, hold="signal", num_prompts=3)
     known = {"alive": [0.4, 0.4, 0.1], "alive_given_first": [0.6, 0.2, NAN], "alive_needed": [0.3] * 3}
-    expected = gate.expected(prompts_of(3, **known), rollouts({0: [1.0], 1: [0.0], 2: []}))
-    np.testing.assert_allclose(expected, [3, 0.6 + 0.1, 0.1 + 0.1, 2 + 7 * 1.5])
+    for first in ([1.0], [0.0]):
+        expected = gate.expected(prompts_of(3, **known), rollouts({0: first, 1: [0.0], 2: []}))
+        np.testing.assert_allclose(expected, [3, 0.6 + 0.1, 0.1 + 0.1, 2 + 7 * 1.5])
 
 
 # ---- The forecast ----

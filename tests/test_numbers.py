@@ -206,9 +206,6 @@ def test_states_rest_on_visits_that_were_not_stopped(tmp_path):
     assert run.prompts(state="stopped").prompt_id.tolist() == [44]
 
 
-# ---- Advice ----
-
-
 def adviser(directory, names, strategy="exact", **settings):
     return Advice(tiny.config(directory, strategy=strategy, **settings), list(names))
 

@@ -38,7 +38,6 @@ def test_what_is_known_before_the_rollout():
     prompts = state.prompts(np.array([6, 99, 5]))
     assert prompts.prompt_ids.tolist() == [6, 99, 5]
     assert prompts.visits.tolist() == [1, 0, 2]
-    assert prompts.rollouts.tolist() == [2, 0, 9]
     assert prompts.strength.tolist() == [2, 0, 8]
     assert (prompts.streak.tolist(), prompts.pruned.tolist()) == ([1, 0, -1], [True, False, False])
     np.testing.assert_allclose(prompts.pass_rates, [3 / 4, 1 / 2, 11 / 30], rtol=1e-6)

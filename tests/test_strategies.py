@@ -61,8 +61,11 @@ def test_what_is_given_besides_wins(tmp_path, name):
         args = tiny.config(tmp_path, strategy=name, **{field: value})
         assert vars(args)[field] == (vars(usual)[field] | value if isinstance(value, dict) else value)
         changed = {key for key, before in values(usual).items() if values(args)[key] != before}
-        # Each controller has its own, and the gate another one with smaller batches
-        changed -= {"controller_kwargs"} if field == "controller" or (name, field) == ("gate", "pruning") else set()
+        own = field == "controller" or (name, field) == (
+            "gate",
+            "pruning",
+        )  # with which the gate takes no further prompts
+        changed -= {"controller_kwargs"} if own else set()
         # The quota is that of a ranking
         assert changed <= ({field, "selector"} if (name, field) == (DEFAULT, "selection_ratio") else {field})
     # Also where what is given is what the default strategy has
@@ -136,15 +139,12 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
 
 def test_the_gate_holds_the_signal_unless_the_prompts_of_a_batch_are_chosen(tmp_path):
     chosen = {"window": 2, "prompt_features": "text"}
-    held = [
-        tiny.config(tmp_path, strategy="gate", **own)
-        for own in ({}, {"pruning": "refill"}, {"pruning": "skip"}, chosen)
-    ]
-    assert [args.make_controller().hold for args in held] == ["signal", "signal", "nothing", "nothing"]
-    own = {"strategy": "gate", "controller_kwargs": {"hold": "signal"}}
-    assert tiny.config(tmp_path, **own, **chosen).make_controller().hold == "signal"
+    own = {"controller_kwargs": {"hold": "signal"}}
+    settings = {}, {"pruning": "refill"}, {"pruning": "skip"}, chosen, chosen | own
+    held = [tiny.config(tmp_path, strategy="gate", **given).make_controller().hold for given in settings]
+    assert held == ["signal", "signal", "nothing", "nothing", "signal"]
     with pytest.raises(ValueError, match=r"`pruning='skip'` makes batches smaller, and `Gate` fills them"):
-        tiny.make(tmp_path, pruning="skip", **own)
+        tiny.make(tmp_path, strategy="gate", pruning="skip", **own)
 
 
 # Of TRL and transformers, which take them and fail later, or train on nothing

@@ -218,7 +218,6 @@ class PromptState:
         prompts = Prompts(
             prompt_ids=prompt_ids,
             visits=record["visits"].astype(np.int64),
-            rollouts=record["rollouts"].astype(np.int64),
             pass_rates=history.pass_rates,
             strength=history.strength,
             difficulty=np.where(_has_completed_visit(record), difficulty, 1.0),

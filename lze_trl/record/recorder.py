@@ -45,10 +45,7 @@ def recorded_rows(mode: str, generation: int, group: np.ndarray, energies: np.nd
 
 @dataclass
 class Recorder:
-    """
-    Writes the telemetry of a run, from its first batch or log line on. Only the main process writes; all of them take part
-    in gathering text.
-    """
+    """Writes the telemetry of a run, from its first batch or log line on. Only the main process writes; all of them take part in gathering text."""
 
     args: Any
     described: dict[str, Any]  # what else a reader wants to know of the run: its selector, its model, …

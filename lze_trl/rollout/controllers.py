@@ -161,11 +161,10 @@ class Gate(RolloutController):
 
     A prompt is begun, and a group is completed, if its probability of being alive (`Prompts.alive`, `Prompts.alive_given_first`)
     reaches `Prompts.alive_needed`, from which its completions yield more live groups each than others do. Below it, a few are
-    drawn at random, so that the forecasts learn what they miss. This favours medium pass rates: where hardly any, or nearly
-    every, completion passes, the first one of a live group looks like that of a dead one.
+    drawn at random, so that the forecasts learn what they miss. This favours medium pass rates.
 
-    A share `control` of the prompts is drawn whole, whatever is forecast. They are among the prompts that are drawn at random, and show
-    [`~lze_trl.rollout.gate_guard.GateGuard`] whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
+    A share `control` of the prompts, among those drawn at random, is drawn whole. They show [`~lze_trl.rollout.gate_guard.GateGuard`]
+    whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
     """
 
     by_group, fills_update = True, False
@@ -193,10 +192,7 @@ class Gate(RolloutController):
         return max(0, int(np.rint(wanted)) - self.num_prompts)
 
     def expected(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """
-        Return what prompts are expected to give once their first completions are `drawn`, shape `(4,)`: their number, the live groups
-        that are kept and missed, and completions. Luck in the other completions changes nothing of it.
-        """
+        """Return what is expected of prompts once their first completions are `drawn`, `(4,)`: their number, live groups kept and missed, completions."""
         begun = drawn.sizes > 0
         completed = np.where(begun, np.asarray(self.probabilities(1, prompts, drawn)), 0.0)
         alive = np.where(begun, prompts.alive_given_first, prompts.alive)

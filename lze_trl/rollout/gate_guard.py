@@ -44,8 +44,8 @@ class GateGuard:
         """Add what a gate needs for its guard; while groups are drawn whole, no chance of being alive is too low."""
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
         columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
-        recent = np.broadcast_to(self._expected, (len(prompts), len(self._expected)))
-        return prompts.with_columns(alive_needed=needed, recent=recent, **columns)
+        columns["recent"] = np.broadcast_to(self._expected, (len(prompts), len(self._expected)))
+        return prompts.with_columns(alive_needed=needed, **columns)
 
     def expect(self, expected: np.ndarray):
         """Enter what a batch was expected to give, see [`Gate.expected`]."""

@@ -54,7 +54,7 @@ class Pending:
     counts: np.ndarray = field(default_factory=NOTHING.copy)  # (P,): completions asked for in the round under way
     owner: np.ndarray = field(default_factory=NOTHING.copy)  # (B,): process of each completion
     round: int = 0
-    expected: np.ndarray | None = None  # what a gate expects of the batch, see `Gate.expected`
+    expected: np.ndarray = field(default_factory=lambda: np.zeros(4))  # of the batch by a gate, see `Gate.expected`
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
     # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
@@ -105,26 +105,19 @@ class Rounds:
 
     # ---- Begin ----
 
-    def begin(self, plan: Plan, engine: Any, generation: int, wanted: int) -> Pending:
-        """Ask for the first round of a plan, for an update of `wanted` groups."""
-        pending = self._pending(plan, generation, wanted, engine)
+    def begin(self, plan: Plan, engine: Any, generation: int, wanted: int, extends: bool = True) -> Pending:
+        """Ask for the first round of a plan, which the controller may extend, for an update of `wanted` groups."""
+        rng, joined = keyed_rng(self.args.seed, generation, "rollouts"), np.zeros(plan.num_prompts, dtype=np.int64)
+        pending = Pending(plan, generation, wanted, rng, step=engine.optimizer_step, joined=joined)
         if self.passes.variable_group_size:
-            if plan.num_prompts and self.controller.draws_prompts:
-                pending.plan = self._extended_plan(pending, self._nothing_drawn(plan))
-            self._request_round(pending, self._nothing_drawn(pending.plan), engine)
+            if extends and plan.num_prompts and self.controller.draws_prompts:
+                pending.plan = self._extended_plan(pending, Batch.empty(self.passes.ids_of(plan.rows)))
+            self._request_round(pending, Batch.empty(self.passes.ids_of(pending.plan.rows)), engine)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
             pending.owner = self.passes.owners(int(pending.counts.sum()))
             pending.request = plan.inputs, self.args.num_generations, None
         return pending
-
-    def _nothing_drawn(self, plan: Plan) -> Batch:
-        return Batch.empty(self.passes.ids_of(plan.rows))
-
-    def _pending(self, plan: Plan, generation: int, wanted: int, engine: Any) -> Pending:
-        """Return a batch of which nothing is asked yet."""
-        rng, joined = keyed_rng(self.args.seed, generation, "rollouts"), np.zeros(plan.num_prompts, dtype=np.int64)
-        return Pending(plan, generation, wanted, rng, step=engine.optimizer_step, joined=joined)
 
     def _request_round(self, pending: Pending, drawn: Batch, engine: Any):
         """Ask for the completions that the controller wants next, if any, once some are `drawn`."""
@@ -347,8 +340,7 @@ class Rounds:
         """Drop the rounds of a batch so far, in which a reward that compares completions got parts of groups, and draw it whole."""
         engine.cancel_speculative_requests()
         engine.forget_rounds(len(parts) + 1, noted=True)
-        begun = self._pending(pending.plan, pending.generation, pending.wanted, engine)
-        self._request_round(begun, self._nothing_drawn(begun.plan), engine)
+        begun = self.begin(pending.plan, engine, pending.generation, pending.wanted, extends=False)
         given_up = int(pending.counts.sum()) + sum(part.num_rows for part in parts)
         vars(pending).update(vars(begun) | {"step": pending.step, "rows_given_up": given_up})
 
@@ -375,8 +367,7 @@ class Rounds:
         first_counts = _padded(pending.first_round_counts, count, 0)
         has_rows, (start, completion) = first_counts > 0, pending.probabilities()
         if isinstance(self.controller, Gate) and start is not None:
-            if pending.expected is not None:
-                self.guard.expect(pending.expected)
+            self.guard.expect(pending.expected)
             evidence = guard_evidence(self.controller, self.state, batch, start, completion)
             self.guard.update(batch, *evidence, self.controller.group_size)
         sample = self._uniform_sample(batch, pending, has_rows, completion)

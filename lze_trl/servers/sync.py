@@ -67,9 +67,7 @@ def tolerance_for(model: nn.Module, accelerator: Accelerator, servers: list[VLLM
 
 
 def shared_directory(root: str | None, servers: list[VLLMServer]) -> Path:
-    """
-    Make a new directory in `root` that trainer and servers share. The default is shared memory, if every server runs on this host.
-    """
+    """Make a new directory in `root` that trainer and servers share. The default is shared memory, if every server runs on this host."""
     if root is None:
         here = "localhost", "127.0.0.1", "::1", socket.gethostname().lower()  # as the host of a URL is
         elsewhere = [server.url for server in servers if server.host not in here]
