@@ -320,9 +320,7 @@ class LZEGRPOConfig(GRPOConfig):
         """Check the settings that are dictionaries, and add the defaults of those that are left out."""
         controller, defaults, chosen = CONTROLLERS[str(self.controller)], {}, settings_of(self.strategy)
         is_its_controller = controller is CONTROLLERS[chosen["controller"]]
-        fits = controller is not Gate or (
-            self.pruning != "skip" and self.window == 1
-        )  # these choose a batch's prompts
+        fits = controller is not Gate or (self.pruning != "skip" and self.window == 1)  # which choose the prompts
         of_strategy = chosen.get("controller_kwargs", {}) if is_its_controller and fits else {}
         if controller is ReinforceAda:
             defaults["kept"] = self.num_generations

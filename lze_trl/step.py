@@ -108,8 +108,9 @@ class BatchPipeline:
         with self.ledger.timed("selection"):
             plan = self.passes.plan(inputs)
         with self.ledger.timed("rollout"):
-            wanted = quota(self.args.selection_ratio, max(1, plan.num_prompts))
-            return self.rounds.begin(plan, engine, self.batch_index, wanted)
+            return self.rounds.begin(
+                plan, engine, self.batch_index, quota(self.args.selection_ratio, plan.num_prompts)
+            )
 
     def _start_prefetch(self, engine: TRLAdapter):
         """Let servers generate the next batch with the current weights while this one is trained on."""

@@ -43,9 +43,6 @@ def rows_of(layout: Layout) -> list[list[list[int]] | None]:
     return [None if batch is None else np.where(batch.filler, -1, batch.rows).tolist() for batch in layout.micro_steps]
 
 
-# ---- Goldens ----
-
-
 @pytest.mark.parametrize(
     ("shape", "prompts", "completions", "owner", "rows"),
     [
@@ -121,9 +118,6 @@ def test_padding_efficiency():
     prompts, completions = np.array([3, 4, 1]), np.array([5, 1, 2])
     assert padding_efficiency(layout, prompts, completions, 0) == (13, 18)
     assert padding_efficiency(layout, prompts, completions, 1) == (3, 6)
-
-
-# ---- Properties ----
 
 
 @st.composite

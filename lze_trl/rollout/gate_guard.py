@@ -27,9 +27,8 @@ class GateGuard:
     completion than λ, what its own completions give. This is estimated from groups that chance has drawn whole; each
     represents 1 / probability groups. Capital is bet against what the guard believes, by a factor of 1 + bet · evidence
     for each prompt (arXiv 2010.09686), and never falls below 1: an e-detector (arXiv 2203.03532). As long as the belief
-    is right, the capital takes at least c batches on average to reach c, however often one looks.
-
-    A run begins with the gate. Without `on`, the gate always decides, and only the metrics are kept.
+    is right, the capital takes at least c batches on average to reach c, however often one looks. A run begins with the gate.
+    Without `on`, the gate always decides, and only the metrics are kept.
     """
 
     def __init__(self, on: bool = True):
