@@ -108,9 +108,8 @@ class BatchPipeline:
         with self.ledger.timed("selection"):
             plan = self.passes.plan(inputs)
         with self.ledger.timed("rollout"):
-            return self.rounds.begin(
-                plan, engine, self.batch_index, quota(self.args.selection_ratio, plan.num_prompts)
-            )
+            wanted = quota(self.args.selection_ratio, plan.num_prompts)
+            return self.rounds.begin(plan, engine, self.batch_index, wanted)
 
     def _start_prefetch(self, engine: TRLAdapter):
         """Let servers generate the next batch with the current weights while this one is trained on."""

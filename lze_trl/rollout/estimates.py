@@ -63,10 +63,7 @@ class StoppedGroups:
 
 @dataclass(frozen=True)
 class UniformSample:
-    """
-    The completions of the first round, which were drawn before anything was known of the others; each prompt counts
-    once. A prompt without completions counts with what is remembered of it.
-    """
+    """The completions of the first round, drawn before anything was known of the others. A prompt without any counts as it is remembered."""
 
     row_weights: np.ndarray  # (B,): weight of each completion of the batch
     remembered: np.ndarray  # (n,): mean score of each prompt without completions; NaN if it has none
