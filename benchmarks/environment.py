@@ -53,7 +53,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "gate_signal": {"strategy": "gate"},
     "gate_g4": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}, "num_generations": 4},
 }
-TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "`gate`", "gate_g4": "`gate`, 64 prompts × 4"}
+TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "`gate`, `hold: nothing`"}
+TITLES |= {"gate_signal": "`gate`", "gate_g4": "`gate`, 64 prompts × 4, `hold: nothing`"}
 _OPEN, _CLOSE = '<tool_call>{"name": "answer", "arguments": {"value": "', '"}}</tool_call>'
 _TEMPLATE = """\
 {%- for m in messages -%}

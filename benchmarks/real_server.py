@@ -218,7 +218,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             seeds = [seed for of_arm, seed in found if of_arm == arm and (base, seed) in found]
             pairs = [compared(found[arm, seed], found[base, seed]) for seed in seeds]
             if pairs:
-                title = TITLES[ARMS[arm]["strategy"]] + (" + overlap" if "+" in arm else "")
+                title = "`gate`" if arm.startswith("gate_signal") else TITLES[ARMS[arm]["strategy"]]
+                title += " + overlap" if "+" in arm else ""
                 cells = [spread([pair[key] for pair in pairs], form) for key, (_, form) in columns.items()]
                 rows.append([title, f"{size(arm, task)}", f"{size(base, task)}", str(len(seeds)), *cells])
         about = "; ".join(sorted({f"{kept['machine']}, {kept['date']}" for kept in own}))

@@ -1,6 +1,7 @@
 """Refuse what cannot be trained when the trainer is made, and choose the defaults that depend on the training set."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from .memory.outcomes import OutcomeRule
 from .names import near
 from .plan.planners import Planner
 from .prompt_checks import PROMPTS, is_prompt, prompts_of
-from .rollout.controllers import ReinforceAda, RolloutController, is_plain
+from .rollout.controllers import Gate, ReinforceAda, RolloutController, is_plain
 from .rollout.group_rewards import GroupReward
 from .select.selectors import Selector
 
@@ -63,14 +64,10 @@ def prepare(
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:
-        if (
-            own_sampler
-            and args.controller == "gate"
-            and args.controller_kwargs == args.defaults()["controller_kwargs"]
-        ):
-            args.controller_kwargs["hold"] = "nothing"
+        controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
+        if own_sampler and isinstance(controller, Gate) and "nothing" != controller.hold == usual["hold"]:
+            controller = replace(controller, hold="nothing")
             logger.warning("`%s` orders the prompts, so the gate draws no further ones: `hold` is off.", own_sampler)
-        controller = args.make_controller()
     group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     group_reward = get_callable_name(group_rewards[0]) if group_rewards else None
     if any(isinstance(func, type) for func in group_rewards):
@@ -84,7 +81,7 @@ def prepare(
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
         raise ValueError(
             f"`{own_sampler}` orders the prompts, and would be ignored: with `pruning='refill'`, a controller that draws prompts, or "
-            "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', or remove it."
+            "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none' (of a gate `hold='nothing'`), or remove it."
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
     return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate}

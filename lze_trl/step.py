@@ -21,7 +21,7 @@ from .record.causes import causes
 from .record.ledger import Ledger
 from .record.recorder import Recorder
 from .record.tables import batch_metrics, prompt_columns, row_columns
-from .rollout.controllers import RolloutController, row_weights
+from .rollout.controllers import Gate, RolloutController, row_weights
 from .rollout.rounds import Pending, Rounds
 from .seeding import keyed_rng
 from .select.selectors import Selector, choose_groups, quota
@@ -241,7 +241,9 @@ class BatchPipeline:
         """Choose the groups to train on: a mask of shape `(P,)`. K = `num_groups_wanted` of them fill the update."""
         loss_tokens = np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups)
         fills_update, make_rng = self.controller.fills_update, partial(self._rng, "selection")
-        return choose_groups(self.selector, drawn.prompts, loss_tokens, num_groups_wanted, fills_update, make_rng)
+        chosen = choose_groups(self.selector, drawn.prompts, loss_tokens, num_groups_wanted, fills_update, make_rng)
+        holds = isinstance(self.controller, Gate)  # and may have begun more prompts
+        return chosen & (chosen.cumsum() <= self.passes.num_groups) if holds else chosen
 
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""

@@ -55,9 +55,6 @@ def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
     return all(array.dtype == second[name].dtype for name, array in first.items())
 
 
-# ---- A pair of files ----
-
-
 def test_what_was_saved_is_loaded(tmp_path):
     folder = tmp_path / "new" / "folder"
     parts = {"state": Part(**ARRAYS, step=3), "stateful": Part(rows=[0.5]), "empty": Part()}
@@ -137,9 +134,6 @@ def test_what_cannot_be_trusted_is_refused(tmp_path, damage, error, message):
         load(tmp_path, "pair")
 
 
-# ---- The checkpoints of a run ----
-
-
 def make_checkpoint(run: Path, step: int) -> Path:
     checkpoint = run / f"checkpoint-{step}"
     save_arrays(checkpoint, STATE_NAME, global_step=step)
@@ -178,9 +172,6 @@ def test_an_incomplete_checkpoint_is_passed_over(tmp_path, damage):
     damage(newest)
     assert not is_complete(newest)
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-
-# ---- Files that are gone, or cut off ----
 
 
 def of_training(run: Path, **settings) -> Path:

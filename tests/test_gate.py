@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lze_trl.batch import Batch
 from lze_trl.memory.state import PromptState
 from lze_trl.memory.threshold import Threshold, best_yield, needed_to_begin
-from lze_trl.rollout.controllers import Gate, requested_counts
+from lze_trl.rollout.controllers import Gate, requested_counts, requested_prompts
 from lze_trl.rollout.gate_guard import GateGuard, guard_evidence
 from samples import NAN, prompts_of, rollouts, sampled
 
@@ -21,11 +21,12 @@ SIZE = 6
 class World:
     """Prompts with true pass rates, visited with a gate."""
 
-    def __init__(self, prompts: int = 2000, alone: bool = False, control: float = 0.0):
+    def __init__(self, prompts: int = 2000, alone: bool = False, control: float = 0.0, hold: str = "nothing"):
         self.rng = np.random.default_rng(0)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(group_size=SIZE, independent_groups=alone)
-        self.controller, self.guard = Gate(SIZE, control=control), GateGuard(on=control > 0)
+        self.controller = Gate(SIZE, control=control, hold=hold, num_prompts=100)
+        self.guard = GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
 
@@ -41,8 +42,11 @@ class World:
 
     def visit(self, count: int = 100):
         """Roll out a batch as the rounds do, with the completions that the stopped groups would have had."""
-        if len(self._next) < count:
-            self._next = self.rng.permutation(len(self.rates))
+        if len(self._next) < (5 if self.controller.draws_prompts else 1) * count:
+            others = np.setdiff1d(np.arange(len(self.rates)), self._next)
+            self._next = np.append(self._next, self.rng.permutation(others))
+        known = self.guard.with_guard_columns(self.state.prompts(self._next[:count]), *np.ones((2, count)))
+        count += requested_prompts(self.controller, 0, known, Batch.empty(known.prompt_ids), count)
         ids, self._next = self._next[:count], self._next[count:]
         whole = sampled(self.rng, ids, self.rates[ids], SIZE)
         random_draws = self.rng.random(count) if self.guard.on else np.ones(count)
@@ -64,6 +68,7 @@ class World:
         prompts = self.guard.with_guard_columns(self.state.prompts(ids, first), random_draws, begins)
         chances = self.controller.probabilities(1, prompts, first)
         goes_on = requested_counts(self.controller, 1, prompts, first, self.rng)
+        self.guard.expect(self.controller.expected(prompts, first))
         assert set(goes_on) <= {0, SIZE - 1}
         finished = np.where(goes_on > 0, chances, 0.0)
         drawn = _some(whole, goes_on > 0, begun > 0)
@@ -106,7 +111,16 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
     assert np.mean(told) == pytest.approx(kept, abs=0.1)
 
 
-# ---- Which groups go on ----
+@pytest.mark.parametrize("hold", ["signal", "completions"])
+def test_a_batch_holds_what_plain_grpos_has(hold):
+    world = World(hold=hold)
+    for visits in (40, 100):
+        world.forget()
+        for _ in range(visits):
+            world.visit()
+    alive = 1.0 - world.rates**SIZE - (1.0 - world.rates) ** SIZE
+    held = {"signal": world.finished / (100 * alive.sum()), "completions": world.drawn / (100 * len(alive) * SIZE)}
+    assert held[hold] * len(world.rates) / 100 == pytest.approx(1.0, rel=0.1)
 
 
 @given(st.lists(st.floats(0.001, 1.0), min_size=1, max_size=7), st.integers(1, 15))
@@ -159,22 +173,19 @@ def test_it_draws_one_then_the_others_and_nothing_after():
 
 
 def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_to_give():
-    def further(recent, round=0, needed=0.0):
+    def further(*recent, round=0, needed=0.0):
         known = prompts_of(10, alive_needed=[needed] * 10, recent=[[float(number) for number in recent]] * 10)
         gates = [Gate(8, hold=hold, num_prompts=10) for hold in ("nothing", "signal", "completions")]
         return [gate.more(round, known, rollouts({i: [] for i in range(10)}), 10) for gate in gates]
 
-    # 40 prompts kept 6 of 9 live groups for 160 completions: with half as many again it keeps as many, with twice as many it costs as many
-    assert further([40, 6, 3, 160]) == [0, 5, 10]
-    assert further([40, 2, 7, 160]) == [0, 10, 10] and further([40, 6, 0, 400]) == [
-        0,
-        0,
-        0,
-    ]  # never more than plain GRPO's completions
-    # Before the first batch, where the guard draws whole groups, and once anything is drawn, there is nothing to go by
-    assert (
-        further([0] * 4) == further([40, 6, 3, 160], round=1) == further([40, 6, 3, 160], needed=-np.inf) == [0, 0, 0]
-    )
+    # 40 begun prompts kept 6 of 9 live groups for 160 completions: half as many again keep as many, twice as many cost as many
+    assert further(40, 6, 3, 160) == [0, 5, 10]
+    assert further(40, 6, 3, 160, needed=0.9) == [0, 5, 190]  # of these prompts a tenth is begun
+    assert further(40, 2, 7, 160) == [0, 10, 10]  # not more than plain GRPO's completions
+    assert further(40, 1, 9, 40) == [0, 30, 30]  # nor four times its prompts
+    # Nothing to go by, or drawn already, or drawn whole by the guard
+    others = further(0, 0, 0, 0), further(40, 6, 3, 160, round=1), further(40, 6, 3, 160, needed=-np.inf)
+    assert others == ([0, 0, 0],) * 3
 
 
 def test_what_a_batch_is_expected_to_give_does_not_depend_on_luck():
@@ -182,10 +193,7 @@ def test_what_a_batch_is_expected_to_give_does_not_depend_on_luck():
     known = {"alive": [0.4, 0.4, 0.1], "alive_given_first": [0.6, 0.2, NAN], "alive_needed": [0.3] * 3}
     for first in ([1.0], [0.0]):
         expected = gate.expected(prompts_of(3, **known), rollouts({0: first, 1: [0.0], 2: []}))
-        np.testing.assert_allclose(expected, [3, 0.6 + 0.1, 0.1 + 0.1, 2 + 7 * 1.5])
-
-
-# ---- The forecast ----
+        np.testing.assert_allclose(expected, [2, 0.6 + 0.1, 0.1 + 0.1, 2 + 7 * 1.5])
 
 
 def test_one_group_stands_for_those_that_chance_left_out():
@@ -207,9 +215,6 @@ def test_groups_that_were_stopped_teach_nothing():
         drawn = rollouts({0: [1.0, 0.0], 1: [0.0, 0.0], 2: stopped})
         gate.fit(prompts_of(3), drawn, np.array([1.0, 20.0, 0.0]))
     np.testing.assert_equal(gates[0].state_dict(), gates[1].state_dict())
-
-
-# ---- What the state makes of one completion ----
 
 
 def test_one_completion_ends_a_streak_but_makes_none_longer():

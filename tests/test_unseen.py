@@ -295,7 +295,7 @@ def test_a_forecast_alone_changes_no_update(tmp_path):
 
 
 def test_a_gate_of_a_training_does_not_begin_what_is_hopeless(tmp_path):
-    trainer = tiny.run(tmp_path, dataset=mix(200), **MIX | GATE | {"max_steps": 16, "learning_rate": 0.0})
+    trainer = tiny.run(tmp_path, dataset=mix(400), **MIX | GATE | {"max_steps": 16, "learning_rate": 0.0})
     used, not_begun = (tiny.history(trainer, f"lze/{name}") for name in ("unseen_used", "not_begun_share"))
     assert used[0] == not_begun[0] == 0.0 and used[-1] == 1.0
     assert np.mean(not_begun[-6:]) > 0.25

@@ -82,7 +82,8 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     if not writes:
         more = "at least " if controller.draws_prompts or resolved["pruning"] == "refill" else ""
         facts["passes over the data"] = f"{more}{number(batches * groups / len(dataset))}"
-    about = "about" if controller.draws_prompts and not isinstance(controller, DynamicSampling) else "at most"
+    is_bounded = not controller.draws_prompts or isinstance(controller, DynamicSampling)
+    about = "at most" if is_bounded else "as a rule at most"
     facts["completions"] = f"{about} {drawn:,} drawn and {trained:,} trained on; by plain GRPO {plain:,}"
     try:
         facts |= estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"])

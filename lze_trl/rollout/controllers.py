@@ -21,6 +21,9 @@ import pandas as pd
 from ..batch import Batch, Prompts
 
 
+MOST_BEGUN = 4.0  # × plain GRPO's prompts, by a gate that holds something
+
+
 class RolloutController(ABC):
     """
     A strategy that draws the completions of a generation batch.
@@ -181,25 +184,24 @@ class Gate(RolloutController):
         return self.hold != "nothing"
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        planned, kept, missed, completions = prompts.recent[0]
+        begun, kept, missed, completions = prompts.recent[0]
         if round > 0 or self.hold == "nothing" or draws_whole(prompts) or not kept:
             return 0
-        wanted = (
-            self.num_prompts * self.group_size * planned / completions
-        )  # for as many completions as plain GRPO draws
-        if self.hold == "signal":  # for as many live groups, if that costs fewer
-            wanted = min(wanted, self.num_prompts * (kept + missed) / kept)
-        return max(0, int(np.rint(wanted)) - self.num_prompts)
+        # Prompts to begin for the completions of plain GRPO, × P; not so many that a batch grows large if more go on than before
+        to_begin = min(self.group_size * begun / completions, MOST_BEGUN)
+        times = to_begin / max(np.asarray(self.probabilities(0, prompts, drawn)).mean(), 1.0 / self.num_prompts)
+        if self.hold == "signal":  # for its live groups, if that takes fewer
+            times = min(times, (kept + missed) / kept)
+        return max(0, int(np.rint((times - 1.0) * self.num_prompts)))
 
     def expected(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """Return what is expected of prompts once their first completions are `drawn`, `(4,)`: their number, live groups kept and missed, completions."""
+        """Return what is expected of prompts once their first completions are `drawn`, `(4,)`: how many are begun, live groups kept and missed, completions."""
         begun = drawn.sizes > 0
         completed = np.where(begun, np.asarray(self.probabilities(1, prompts, drawn)), 0.0)
         alive = np.where(begun, prompts.alive_given_first, prompts.alive)
         kept = (alive * completed).sum()
-        return np.array(
-            [len(prompts), kept, alive.sum() - kept, drawn.num_rows + (self.group_size - 1) * completed.sum()]
-        )
+        completions = drawn.num_rows + (self.group_size - 1) * completed.sum()
+        return np.array([begun.sum(), kept, alive.sum() - kept, completions])
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         if round > 1 or (round > 0 and draws_whole(prompts)):

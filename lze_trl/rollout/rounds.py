@@ -109,6 +109,8 @@ class Rounds:
         """Ask for the first round of a plan, which the controller may extend, for an update of `wanted` groups."""
         rng, joined = keyed_rng(self.args.seed, generation, "rollouts"), np.zeros(plan.num_prompts, dtype=np.int64)
         pending = Pending(plan, generation, wanted, rng, step=engine.optimizer_step, joined=joined)
+        if self.comparing.columns:
+            self.guard.on, self.guard.draws_whole = False, True
         if self.passes.variable_group_size:
             if extends and plan.num_prompts and self.controller.draws_prompts:
                 pending.plan = self._extended_plan(pending, Batch.empty(self.passes.ids_of(plan.rows)))
@@ -347,8 +349,7 @@ class Rounds:
     def _whole_groups(self, counts: np.ndarray, drawn: Batch, engine: Any) -> np.ndarray:
         """Return what a round asks for if a reward compares completions: the whole group of each prompt, in its first round."""
         whole = np.where((counts > 0) & (drawn.sizes == 0), np.maximum(counts, self.args.num_generations), 0)
-        self.guard.on, self.guard.draws_whole = False, True
-        if (whole != counts).any():
+        if isinstance(self.controller, Gate) or (whole != counts).any():
             self._warn_once(
                 "whole",
                 "%s compares the completions of a group: every group is drawn whole, in one round, and `%s` saves no completions of "
