@@ -166,10 +166,7 @@ def test_two_processes_are_one(tmp_path):
     shape = {"max_steps": 5, "steps_per_generation": 2, "learning_rate": 0.05}
     names = ("a tool", "two environments", "two rewards", "two images", "two images by their grids")
     cases = dict.fromkeys([*names, "a tool that shows by a grid"], shape)
-    gate = shape | {
-        "strategy": "gate",
-        "controller_kwargs": {"hold": "nothing"},
-    }  # further prompts would have other places
+    gate = shape | {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}}  # else places differ
     cases |= {f"{name}, by the gate": gate for name in ("two rewards", "two images")}
     for processes in (1, 2):
         launch(tmp_path, processes, run_on_processes, cases)
