@@ -113,7 +113,7 @@ class GateGuard:
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint; a run without a guard lets the gate decide."""
         self._gate, self._uniform, self._recent = (state[name].copy() for name in ("gate", "uniform", "recent"))
-        self._expected, self._capital = state["expected"].copy(), state["capital"].copy()
+        self._expected, self._capital = state.get("expected", np.zeros(4)).copy(), state["capital"].copy()
         self.stopped.load_state_dict(state)
         self.draws_whole = self.on and bool(state["whole"][0])
 
