@@ -96,7 +96,7 @@ def measured(kept: str) -> dict[tuple[str, int], dict[str, tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Check:
-    """A forecast price of a run, what was `measured`, and whether the widths of forecasts were chosen without the run."""
+    """A forecast price of a run; the `real` one, infinite if the accuracy was not reached, and what the run cost to its end (`at_end`); whether it is `independent` of the widths."""
 
     kept: str
     strategy: str

@@ -53,11 +53,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "exact_g4": {"strategy": "exact", "num_generations": 4},
     "gate_signal": {"strategy": "gate"},
     "gate_g8": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}},
-    "gate": {
-        "strategy": "gate",
-        "controller_kwargs": {"hold": "nothing"},
-        "num_generations": 4,
-    },  # kept runs call it so
+    # Kept runs call it so
+    "gate": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}, "num_generations": 4},
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
 TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "`gate`, `hold: nothing`"}

@@ -64,10 +64,11 @@ def prepare(
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:
-        controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
-        if own_sampler and isinstance(controller, Gate) and "nothing" != controller.hold == usual["hold"]:
+        controller = args.make_controller()
+        by_default = args.defaults()["controller_kwargs"].get("hold", "nothing") if own_sampler else "nothing"
+        if isinstance(controller, Gate) and controller.hold == by_default != "nothing":
             controller = replace(controller, hold="nothing")
-            logger.warning("`%s` orders the prompts, so the gate draws no further ones: `hold` is off.", own_sampler)
+            logger.warning("`%s` orders the prompts, so the gate draws no further ones (no `hold`).", own_sampler)
     group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     group_reward = get_callable_name(group_rewards[0]) if group_rewards else None
     if any(isinstance(func, type) for func in group_rewards):
@@ -81,7 +82,7 @@ def prepare(
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
         raise ValueError(
             f"`{own_sampler}` orders the prompts, and would be ignored: with `pruning='refill'`, a controller that draws prompts, or "
-            "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none' (of a gate `hold='nothing'`), or remove it."
+            "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', and with a gate `hold='nothing'`, or remove it."
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
     return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate}

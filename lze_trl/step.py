@@ -242,8 +242,9 @@ class BatchPipeline:
         loss_tokens = np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups)
         fills_update, make_rng = self.controller.fills_update, partial(self._rng, "selection")
         chosen = choose_groups(self.selector, drawn.prompts, loss_tokens, num_groups_wanted, fills_update, make_rng)
-        holds = isinstance(self.controller, Gate)  # and may have begun more prompts
-        return chosen & (chosen.cumsum() <= self.passes.num_groups) if holds else chosen
+        if isinstance(self.controller, Gate):  # it may have begun more prompts than plain GRPO's batch has
+            chosen &= chosen.cumsum() <= self.passes.num_groups
+        return chosen
 
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""

@@ -21,7 +21,7 @@ import pandas as pd
 from ..batch import Batch, Prompts
 
 
-MOST_BEGUN = 4.0  # × plain GRPO's prompts, by a gate that holds something
+MOST_BEGUN = 4.0  # prompts that a gate which holds something begins at most, × plain GRPO's
 
 
 class RolloutController(ABC):
@@ -217,8 +217,8 @@ class Gate(RolloutController):
         np.divide(probabilities - control, 1.0 - control, out=without_control, where=control < 1.0)
         goes_on = (rng.random(len(prompts)) < without_control) | (prompts.random_draw < self.control)
         # The first completion of a prompt, or, once it has one, the others
-        first = self.group_size if draws_whole(prompts) else 1
-        return np.where(goes_on, np.where(drawn.sizes == 1, self.group_size - 1, 0) if round else first, 0)
+        first, others = self.group_size if draws_whole(prompts) else 1, (self.group_size - 1) * (drawn.sizes == 1)
+        return np.where(goes_on, others if round > 0 else first, 0)
 
     def _control(self, prompts: Prompts) -> np.ndarray:
         """Return the probability that a started prompt is drawn whole, whatever is forecast."""

@@ -47,7 +47,7 @@ class GateGuard:
         return prompts.with_columns(alive_needed=needed, **columns)
 
     def expect(self, expected: np.ndarray):
-        """Enter what a batch was expected to give, see [`Gate.expected`]."""
+        """Enter what a batch was expected to give, zeros if nothing was, see [`Gate.expected`]."""
         self._expected = max(1.0 - expected[0] / _RECENT, 0.0) * self._expected + expected
 
     def update(self, drawn: Batch, seen: np.ndarray, started: np.ndarray, whole: np.ndarray, size: int):

@@ -112,18 +112,22 @@ class Rounds:
         if self.comparing.columns:
             self.guard.on, self.guard.draws_whole = False, True
         if self.passes.variable_group_size:
-            if extends and plan.num_prompts and self.controller.draws_prompts:
-                pending.plan = self._extended_plan(pending, Batch.empty(self.passes.ids_of(plan.rows)))
-            self._request_round(pending, Batch.empty(self.passes.ids_of(pending.plan.rows)), engine)
+            self._request_round(pending, Batch.empty(self.passes.ids_of(plan.rows)), engine, extends)
         elif plan.num_prompts:
             pending.counts = np.full(plan.num_prompts, self.args.num_generations)
             pending.owner = self.passes.owners(int(pending.counts.sum()))
             pending.request = plan.inputs, self.args.num_generations, None
         return pending
 
-    def _request_round(self, pending: Pending, drawn: Batch, engine: Any):
-        """Ask for the completions that the controller wants next, if any, once some are `drawn`."""
+    def _request_round(self, pending: Pending, drawn: Batch, engine: Any, extends: bool = True):
+        """Ask for what the controller wants once some completions are `drawn`: further prompts, where it `extends` the plan, and completions."""
         prompts = self.known_prompts(pending, drawn)
+        if extends and self.controller.draws_prompts and len(prompts):
+            further = requested_prompts(self.controller, pending.round, prompts, drawn, pending.wanted)
+            if further:
+                self._extend_plan(pending, further)
+                drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
+                prompts = self.known_prompts(pending, drawn)
         if isinstance(self.controller, Gate) and pending.round == 1 and not draws_whole(prompts):
             pending.expected = self.controller.expected(prompts, drawn)
         counts = requested_counts(self.controller, pending.round, prompts, drawn, pending.rng)
@@ -204,9 +208,6 @@ class Rounds:
                 return self._with_group_rewards(parts[0], engine)
             drawn = self._joined_rounds(parts, pending.plan, engine, final=False)
             pending.round += 1
-            if self.controller.draws_prompts:
-                pending.plan = self._extended_plan(pending, drawn)
-                drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
             self._request_round(pending, drawn, engine)
         engine.cancel_speculative_requests()
         if not parts:
@@ -253,17 +254,12 @@ class Rounds:
         batch = batch.with_rows(outcomes=self.state.range.outcomes(batch.scores))
         return self._with_group_rewards(batch, engine, final)
 
-    def _extended_plan(self, pending: Pending, drawn: Batch) -> Plan:
-        """Return the plan with the further prompts that the controller asks for."""
-        plan = pending.plan
-        prompts = self.known_prompts(pending, drawn)
-        further = requested_prompts(self.controller, pending.round, prompts, drawn, pending.wanted)
-        if further == 0:
-            return plan
-        more = self.passes.plan_next(further, plan.rows)
+    def _extend_plan(self, pending: Pending, further: int):
+        """Add `further` prompts of the pass to the plan, or as many as there are."""
+        plan, more = pending.plan, self.passes.plan_next(further, pending.plan.rows)
         pending.joined = _padded(pending.joined, len(plan.rows) + len(more.rows), pending.round)
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
-        return replace(plan, num_prompts=len(rows), rows=rows, skipped=skipped)
+        pending.plan = replace(plan, num_prompts=len(rows), rows=rows, skipped=skipped)
 
     # ---- Rewards ----
 
