@@ -367,5 +367,5 @@ class LZEGRPOConfig(GRPOConfig):
             case "dynamic":
                 return DynamicSampling(size, num_prompts=self.generation_batch_size // size, **settings)
             case "gate":
-                return Gate(size, num_prompts=self.generation_batch_size // size, **settings)
+                return Gate(size, **settings)
         return UniformController(size, **settings)

@@ -225,7 +225,7 @@ def test_no_two_classes_have_one_name():
     assert not {name for name, count in names.items() if count > 1}
 
 
-LINES = {"package": 20_699, "core": 15_414, "tests": 21_668}
+LINES = {"package": 20_696, "core": 15_411, "tests": 21_668}
 """Most lines of Python, scripts and styles. It goes down."""
 
 

@@ -25,7 +25,7 @@ class World:
         self.rng = np.random.default_rng(0)
         self.rates = self.rng.beta(0.15, 0.15, prompts)
         self.state = PromptState(group_size=SIZE, independent_groups=alone)
-        self.controller = Gate(SIZE, control=control, hold=hold, num_prompts=100)
+        self.controller = Gate(SIZE, control=control, hold=hold)
         self.guard = GateGuard(on=control > 0)
         self.forget()
         self._next = np.empty(0, dtype=np.int64)
@@ -175,7 +175,7 @@ def test_it_draws_one_then_the_others_and_nothing_after():
 def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_to_give():
     def further(*recent, round=0, needed=0.0):
         known = prompts_of(10, alive_needed=[needed] * 10, recent=[[float(number) for number in recent]] * 10)
-        gates = [Gate(8, hold=hold, num_prompts=10) for hold in ("nothing", "signal", "completions")]
+        gates = [Gate(8, hold=hold) for hold in ("nothing", "signal", "completions")]
         return [gate.more(round, known, rollouts({i: [] for i in range(10)}), 10) for gate in gates]
 
     # 40 begun prompts kept 6 of 9 live groups for 160 completions: half as many again keep as many, twice as many cost as many
@@ -189,7 +189,7 @@ def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_t
 
 
 def test_what_a_batch_is_expected_to_give_does_not_depend_on_luck():
-    gate = Gate(8, explore=0.5, control=0.0, hold="signal", num_prompts=3)
+    gate = Gate(8, explore=0.5, control=0.0, hold="signal")
     known = {"alive": [0.4, 0.4, 0.1], "alive_given_first": [0.6, 0.2, NAN], "alive_needed": [0.3] * 3}
     for first in ([1.0], [0.0]):
         expected = gate.expected(prompts_of(3, **known), rollouts({0: first, 1: [0.0], 2: []}))

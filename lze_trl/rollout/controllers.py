@@ -177,7 +177,6 @@ class Gate(RolloutController):
     recheck: float = 0.1  # probability of beginning a prompt below it
     control: float = 0.05  # probability of drawing a group whole, whatever is forecast; 0 for no guard
     hold: Literal["signal", "completions", "nothing"] = "nothing"  # what further prompts are drawn for
-    num_prompts: int = 0  # P, prompts of the first round
 
     @property
     def draws_prompts(self) -> bool:
@@ -189,10 +188,10 @@ class Gate(RolloutController):
             return 0
         # Prompts to begin for the completions of plain GRPO, × P; not so many that a batch grows large if more go on than before
         to_begin = min(self.group_size * begun / completions, MOST_BEGUN)
-        times = to_begin / max(np.asarray(self.probabilities(0, prompts, drawn)).mean(), 1.0 / self.num_prompts)
+        times = to_begin / max(np.asarray(self.probabilities(0, prompts, drawn)).mean(), 1.0 / len(prompts))
         if self.hold == "signal":  # for its live groups, if that takes fewer
             times = min(times, (kept + missed) / kept)
-        return max(0, int(np.rint((times - 1.0) * self.num_prompts)))
+        return max(0, int(np.rint((times - 1.0) * len(prompts))))
 
     def expected(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
         """Return what is expected of prompts once their first completions are `drawn`, `(4,)`: how many are begun, live groups kept and missed, completions."""
