@@ -134,7 +134,7 @@ for _name, _features in {"columns": "columns", "text": "text", "both": "all"}.it
                 **({} if _features == "text" else {"report_by": ["kind"]}),
             ),
         )
-for _name in ("gate_unseen_text", "gate_unseen_both", "gate_unseen_both_window4"):
+for _name in ("gate_unseen_text", "gate_unseen_text_window4", "gate_unseen_both", "gate_unseen_both_window4"):
     _unseen = STRATEGIES[_name]
     STRATEGIES[f"{_name}_signal"] = Strategy(
         f"{_unseen.title}, holds the signal", _unseen.overrides | {"controller_kwargs": {"hold": "signal"}}
