@@ -24,7 +24,7 @@ from .tasks import CHECKOUT
 
 
 OUTPUT = CHECKOUT / "runs" / "demo-llm"
-TASK, ARM = "words_small", "gate_signal"
+TASK, ARM = "words_small", "gate_default"
 NAMES = {BASELINE: "plain TRL", ARM: "gate"}
 
 

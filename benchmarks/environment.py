@@ -39,6 +39,7 @@ from .evaluation import Evaluation
 from .kept import KeptRun, tabulate
 from .sampling import spread
 from .settings import made_aside
+from .strategies import BARE_GATE
 from .tables import table
 from .tasks import CHECKOUT, SHARED
 
@@ -49,12 +50,12 @@ PLAIN = "plain"
 ARMS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "exact": {"strategy": "exact"},
-    "gate": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}},
-    "gate_signal": {"strategy": "gate"},
-    "gate_g4": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}, "num_generations": 4},
+    "gate": BARE_GATE,
+    "gate_default": {"strategy": "gate"},
+    "gate_g4": BARE_GATE | {"num_generations": 4},
 }
-TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "`gate`, `hold: nothing`"}
-TITLES |= {"gate_signal": "`gate`", "gate_g4": "`gate`, 64 prompts × 4, `hold: nothing`"}
+TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "`gate` that keeps to its prompts"}
+TITLES |= {"gate_default": "`gate`", "gate_g4": "`gate` that keeps to its prompts, 64 × 4"}
 _OPEN, _CLOSE = '<tool_call>{"name": "answer", "arguments": {"value": "', '"}}</tool_call>'
 _TEMPLATE = """\
 {%- for m in messages -%}

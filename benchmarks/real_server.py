@@ -38,6 +38,7 @@ from .evaluation import Evaluation
 from .jobs import has_gpu, make_options
 from .kept import KeptRun, tabulate
 from .sampling import spread
+from .strategies import BARE_GATE
 from .suite import ready
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load
@@ -51,13 +52,13 @@ ARMS: dict[str, dict[str, Any]] = {
     "plain_g4": {"strategy": "grpo", "num_generations": 4},
     "exact": {"strategy": "exact"},
     "exact_g4": {"strategy": "exact", "num_generations": 4},
-    "gate_signal": {"strategy": "gate"},
-    "gate_g8": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}},
+    "gate_default": {"strategy": "gate"},
+    "gate_g8": BARE_GATE,
     # Kept runs call it so
-    "gate": {"strategy": "gate", "controller_kwargs": {"hold": "nothing"}, "num_generations": 4},
+    "gate": BARE_GATE | {"num_generations": 4},
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
-TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "`gate`, `hold: nothing`"}
+TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "`gate` that keeps to its prompts"}
 _STRETCH = 1.5
 
 
@@ -215,7 +216,7 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             seeds = [seed for of_arm, seed in found if of_arm == arm and (base, seed) in found]
             pairs = [compared(found[arm, seed], found[base, seed]) for seed in seeds]
             if pairs:
-                title = "`gate`" if arm.startswith("gate_signal") else TITLES[ARMS[arm]["strategy"]]
+                title = "`gate`" if arm.startswith("gate_default") else TITLES[ARMS[arm]["strategy"]]
                 title += " + overlap" if "+" in arm else ""
                 cells = [spread([pair[key] for pair in pairs], form) for key, (_, form) in columns.items()]
                 rows.append([title, f"{size(arm, task)}", f"{size(base, task)}", str(len(seeds)), *cells])

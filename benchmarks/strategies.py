@@ -90,7 +90,15 @@ STRATEGIES: dict[str, Strategy] = {
     "oracle_x4": Strategy(
         "oracle, 4 × the prompts", _selecting("zero_variance", loss_normalizer="all", oracle=0.9, prompts=4)
     ),
-    # One completion of each prompt, the others where the group is likely to be alive
+    # As the package has it: the best prompts of four batches, and further ones for the groups that it stops
+    "gate_default": Strategy("`strategy: gate`", {"strategy": "gate"}),
+    **{
+        f"gate_default_{hold}": Strategy(
+            f"`strategy: gate`, `hold: {hold}`", {"strategy": "gate", "controller_kwargs": {"hold": hold}}
+        )
+        for hold in ("completions", "nothing")
+    },
+    # The same without what goes beyond a batch: one completion of each prompt, the others where the group is likely to be alive
     "gate": Strategy(
         "one-completion gate, loss over all rows",
         _selecting("zero_variance", controller="gate", loss_normalizer="all"),
@@ -134,7 +142,7 @@ for _name, _features in {"columns": "columns", "text": "text", "both": "all"}.it
                 **({} if _features == "text" else {"report_by": ["kind"]}),
             ),
         )
-for _name in ("gate_unseen_text", "gate_unseen_text_window4", "gate_unseen_both", "gate_unseen_both_window4"):
+for _name in ("gate_unseen_text", "gate_unseen_both", "gate_unseen_both_window4"):
     _unseen = STRATEGIES[_name]
     STRATEGIES[f"{_name}_signal"] = Strategy(
         f"{_unseen.title}, holds the signal", _unseen.overrides | {"controller_kwargs": {"hold": "signal"}}
@@ -146,6 +154,8 @@ STRATEGIES |= {
     end: Strategy(f"{STRATEGIES[name].title}, from a profile", STRATEGIES[name].overrides | {"profile": "state"})
     for name, end in PROFILED.items()
 }
+BARE_GATE = {"strategy": "gate", "prompt_features": "none", "controller_kwargs": {"hold": "nothing"}}
+"""Settings of the arm `gate`: a batch keeps to its prompts."""
 NOT_SETTINGS = ("oracle", "prompts", "alone", "profile")
 """Overrides that are no fields of [`LZEGRPOConfig`]."""
 

@@ -1,6 +1,7 @@
 """Build the parts of a generation batch from the settings."""
 
 import math
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -41,23 +42,23 @@ def make_state(
     dataset: Dataset | IterableDataset,
     rule: OutcomeRule,
     planner: Planner,
-    pruning: str,
+    resolved: dict[str, Any],
     recurring: bool = True,
 ) -> PromptState:
-    """Create the memory of a dataset's prompts; `recurring` says whether they come again."""
+    """Create the memory of a dataset's prompts; `resolved` as by [`~checks.prepare`], `recurring` says whether they come again."""
     return PromptState(
         difficulty_floor=args.selector_kwargs["difficulty_floor"],
         momentum_weight=args.selector_kwargs["momentum_weight"],
         ema_decay=args.selector_kwargs["ema_decay"],
         pruning_streak=planner.streak if isinstance(planner, SolvedPlanner) else 2,
-        prunes=pruning != "none" and isinstance(planner, SolvedPlanner),
+        prunes=resolved["pruning"] != "none" and isinstance(planner, SolvedPlanner),
         group_size=args.num_generations,
         independent_groups=args.over_http,  # servers begin the next round of a group at once
         named_outcome=rule.named,
         recurring=recurring,
         capacity=len(dataset) if isinstance(dataset, Dataset) else 0,
         score_range=rule.known_range,
-        unseen=None if args.prompt_features == "none" else Unseen(args.prompt_features),
+        unseen=None if resolved["prompt_features"] == "none" else Unseen(resolved["prompt_features"]),
     )
 
 

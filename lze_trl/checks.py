@@ -1,6 +1,7 @@
 """Refuse what cannot be trained when the trainer is made, and choose the defaults that depend on the training set."""
 
 import logging
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +44,7 @@ def prepare(
 ) -> tuple[Dataset | IterableDataset, RolloutController, dict[str, Any]]:
     """
     Refuse what cannot be trained. `given` holds the further arguments of the trainer, and `own_sampler` names a user's
-    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and `pruning` and `deduplicate`.
+    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the settings that depend on the data.
     """
     if not isinstance(args, LZEGRPOConfig):
         raise TypeError(
@@ -68,7 +69,10 @@ def prepare(
         by_default = args.defaults()["controller_kwargs"].get("hold", "nothing") if own_sampler else "nothing"
         if isinstance(controller, Gate) and controller.hold == by_default != "nothing":
             controller = replace(controller, hold="nothing")
-            logger.warning("`%s` orders the prompts, so the gate draws no further ones (no `hold`).", own_sampler)
+            logger.warning(
+                "`%s` orders the prompts, so the gate draws no further ones (no `hold`), and none from a `window`.",
+                own_sampler,
+            )
     group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     group_reward = get_callable_name(group_rewards[0]) if group_rewards else None
     if any(isinstance(func, type) for func in group_rewards):
@@ -76,8 +80,10 @@ def prepare(
             f"The reward of whole groups `{group_reward}` is a class. Pass an object of it among the `reward_funcs`."
         )
     has_planner = planner is not None or args.planner != "solved"
-    of_data = _of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler)
-    _refuse([*_of_settings(args), *of_data])
+    _refuse(_of_settings(args))
+    args, ahead = copy(args), _resolved_choice(args, train_dataset, own_sampler)
+    vars(args).update(ahead)
+    _refuse(_of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler))
     pruning = _resolved_pruning(args, train_dataset, has_planner, own_sampler)
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
         raise ValueError(
@@ -85,7 +91,7 @@ def prepare(
             "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', and with a gate `hold='nothing'`, or remove it."
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
-    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate}
+    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, **ahead}
 
 
 def refuse_contradictions(args: LZEGRPOConfig):
@@ -154,7 +160,6 @@ def _of_data(
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
     overlaps, overlap = args.overlap != "none", "`overlap='one_step'`"
     features = f"`prompt_features={args.prompt_features!r}`"
-    unreadable = not readable or ("prompt" not in dataset.column_names and dataset.format["type"] != "custom")
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
     return [
@@ -162,7 +167,7 @@ def _of_data(
         (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
         (streamed and not uniform, f"{controller_name} {needs}. Use `controller='uniform'`, {instead}."),
         (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
-        (args.prompt_features != "none" and unreadable, f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset, {instead}."),
+        (args.prompt_features != "none" and not _has_readable_prompts(dataset), f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset, {instead}."),
         (args.prompt_features != "none" and writes_prompts, f"{features} forecasts prompts of a pass, and {self_play} has none. Leave it unset."),
         (args.window > 1 and sampler, f"`{sampler}` orders the prompts, and `window={args.window}` another way. Leave `window` unset, or remove it."),
         (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {planner_name} was passed to rank them. Set 'refill' or 'skip'."),
@@ -253,6 +258,22 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> An
 
 
 # ---- Settings that depend on the data ----
+
+
+def _has_readable_prompts(dataset: Any) -> bool:
+    """Return whether the prompts of a training set can be read before they are rolled out."""
+    is_read = isinstance(dataset, Dataset)
+    return is_read and ("prompt" in dataset.column_names or dataset.format["type"] == "custom")
+
+
+def _resolved_choice(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> dict[str, Any]:
+    """Return `prompt_features` and `window`: those of the strategy only where prompts can be read and chosen ahead."""
+    ahead = _has_readable_prompts(dataset) and sampler is None and not args.self_play["instruct"]
+    defaults, otherwise = args.defaults(), {"prompt_features": "none", "window": 1}
+    return {
+        name: otherwise[name] if not ahead and getattr(args, name) == defaults[name] else getattr(args, name)
+        for name in otherwise
+    }
 
 
 def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, has_planner: bool, sampler: str | None) -> str:

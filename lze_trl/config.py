@@ -126,10 +126,12 @@ class LZEGRPOConfig(GRPOConfig):
 
         prompt_features (`str`, *optional*, defaults to `"none"`):
             Features by which prompts that were never visited are forecast: `"columns"` (the values of the columns in `report_by`),
-            `"text"`, `"all"` (both) or `"none"`. The gate then does not begin a prompt that is not worth its first completion.
+            `"text"`, `"all"` (both) or `"none"`. The gate then does not begin a prompt that is not worth its first completion. With
+            `strategy="gate"`, `"text"`, or with `report_by` `"all"`; `"none"` where prompts cannot be read ahead.
         window (`int`, *optional*, defaults to `1`):
             From how many of the next batches of a pass the prompts of a batch are chosen, those whose groups are the likeliest to be alive;
-            the others come later in the pass, and what is dead to its end mostly in the next one. 1 keeps the order. Needs `prompt_features`.
+            the others come later in the pass, and what is dead to its end mostly in the next one. 1 keeps the order. Needs
+            `prompt_features`. With `strategy="gate"`, 4 where there are some, unless `pruning="skip"` is set.
 
         > Parameters that control how many completions a prompt gets
 
@@ -143,8 +145,8 @@ class LZEGRPOConfig(GRPOConfig):
             `max_rounds` (4) of `"dynamic"`; `explore` (0.05) and `recheck` (0.1), the shares of stopped groups and prompts that `"gate"` draws, and
             `control` (0.05), the share that it draws whole whatever it forecasts, to see whether it pays (0: no such guard); `hold`, what
             further prompts of the pass are drawn for in place of the groups that `"gate"` stops: the `"signal"` (as many live groups as
-            plain GRPO's batch is expected to have; with `strategy="gate"`, unless a `window`, `pruning="skip"` or a sampler of your
-            own chooses the prompts of a batch), the `"completions"` (as many as plain GRPO draws), or `"nothing"`, the default.
+            plain GRPO's batch of these prompts is expected to have; with `strategy="gate"`, unless `pruning="skip"` or a sampler of
+            your own chooses the prompts of a batch), the `"completions"` (as many as plain GRPO draws), or `"nothing"`, the default.
 
         > Parameters that control identity and state
 
@@ -234,8 +236,8 @@ class LZEGRPOConfig(GRPOConfig):
     pruning: Literal["none", "skip", "refill", None] = None
     planner: Literal[*PLANNERS, None] = None  # type: ignore[valid-type]
     planner_kwargs: Settings = None  # type: ignore[assignment]
-    prompt_features: Literal["none", "columns", "text", "all"] = "none"
-    window: int = 1
+    prompt_features: Literal["none", "columns", "text", "all", None] = None
+    window: int = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
     controller: Literal[*CONTROLLERS, None] = None  # type: ignore[valid-type]
     controller_kwargs: Settings = None  # type: ignore[assignment]
     deduplicate: bool | None = None
@@ -293,7 +295,11 @@ class LZEGRPOConfig(GRPOConfig):
             self.packing = self.top_entropy_quantile == 1.0
 
     def _adapted(self) -> dict[str, Any]:
-        """Return what the default strategy changes for settings that it would otherwise ignore or refuse."""
+        """Return what a strategy changes for settings that it would otherwise ignore or refuse."""
+        if self.strategy == "gate":
+            if self.pruning == "skip" or self.prompt_features == "none":
+                return {"prompt_features": "none", "window": 1}
+            return {"prompt_features": "all"} if self.report_by else {}
         if self.strategy != DEFAULT:
             return {}
         if self.advantage_estimator != "grpo":  # groups with equal rewards have a gradient
@@ -320,7 +326,7 @@ class LZEGRPOConfig(GRPOConfig):
         """Check the settings that are dictionaries, and add the defaults of those that are left out."""
         controller, defaults, chosen = CONTROLLERS[str(self.controller)], {}, settings_of(self.strategy)
         is_its_controller = controller is CONTROLLERS[chosen["controller"]]
-        fits = controller is not Gate or (self.pruning != "skip" and self.window == 1)  # which choose the prompts
+        fits = controller is not Gate or self.pruning != "skip"  # which makes batches smaller
         of_strategy = chosen.get("controller_kwargs", {}) if is_its_controller and fits else {}
         if controller is ReinforceAda:
             defaults["kept"] = self.num_generations

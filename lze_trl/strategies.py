@@ -17,6 +17,8 @@ BASE: dict[str, Any] = {
     "selection_ratio": 0.4,
     "loss_normalizer": "selected",
     "planner": "solved",
+    "prompt_features": "none",
+    "window": 1,
     "controller": "uniform",
     "scale_rewards": "group",
     "deduplicate": True,
@@ -26,8 +28,11 @@ BASE: dict[str, Any] = {
 STRATEGIES: dict[str, dict[str, Any]] = {
     # the updates of plain GRPO, without computing the groups that have no gradient
     DEFAULT: _OVER_ALL | {"deduplicate": False},
-    # one completion of each prompt; the others where the group is likely to be alive, and as many live groups as plain GRPO
-    "gate": _OVER_ALL | {"pruning": "none", "controller": "gate", "controller_kwargs": {"hold": "signal"}},
+    # the best prompts of four batches, one completion of each; the others where the group is likely to be alive, and further prompts
+    # for as many live groups as these would have
+    "gate": _OVER_ALL
+    | {"pruning": "none", "prompt_features": "text", "window": 4}
+    | {"controller": "gate", "controller_kwargs": {"hold": "signal"}},
     # the 40 % of the groups with the highest energy; the slots of solved prompts go to others
     "lze": {},
     # every group, in TRL's micro-batches: plain TRL

@@ -151,7 +151,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     """Fingerprint of the weights that vLLM has loaded; `None` if it has to load them before it generates."""
 
     resolved: dict[str, Any]
-    """Values of `pruning` and `deduplicate` for this training set, also where `args` leave them unset."""
+    """Values of settings that depend on the training set: `pruning`, `deduplicate`, `prompt_features` and `window`."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Give every part of a generation batch what it needs."""
         args, dataset = self.args, self._used_columns(self.train_dataset)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
-        self.prompt_state = make_state(args, dataset, rule, planner, self.resolved["pruning"], recurring)
+        self.prompt_state = make_state(args, dataset, rule, planner, self.resolved, recurring)
         prompt_writer: Any = None
         if args.self_play["instruct"]:
             from .selfplay.online import OnlineInstruction
@@ -278,10 +278,11 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Create the planner of generation batches over prompts with ids."""
         args = self.args
         # A controller that draws prompts takes them from the stream, also where nothing is pruned
-        from_stream = controller.draws_prompts or args.self_play["instruct"] or args.window > 1
+        from_stream = controller.draws_prompts or args.self_play["instruct"] or self.resolved["window"] > 1
         return Passes(
             mode="refill" if from_stream else self.resolved["pruning"],
             variable_group_size=not is_plain(controller, args.num_generations),
+            window=self.resolved["window"],
             dataset=prompts,
             planner=planner,
             state=self.prompt_state,
@@ -322,11 +323,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         dataset, controller, resolved = checks.prepare(
             self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector
         )
-        if resolved["pruning"] != (before := self.resolved["pruning"]):
-            raise ValueError(
-                f"With this `train_dataset`, `pruning` would be {resolved['pruning']!r}, and this trainer has {before!r}. Make a new one "
-                "with the other data, and `state_from` this run to keep what is known of prompts."
-            )
+        for name in ("pruning", "prompt_features", "window"):
+            if resolved[name] != self.resolved[name]:
+                raise ValueError(
+                    f"With this `train_dataset`, `{name}` would be {resolved[name]!r}, and this trainer has {self.resolved[name]!r}. Make "
+                    "a new one with the other data, and `state_from` this run to keep what is known of prompts."
+                )
         self.resolved = resolved
         dataset, step.advice.left_out = self._fitting(dataset, "training set")
         self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
@@ -501,7 +503,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Yield a copy of this trainer with other `settings` and fresh parts. What it rolls out and computes leaves no trace in this one."""
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
-        own = {"args": args, "resolved": {**self.resolved, "pruning": "none"}}
+        in_order = {"pruning": "none", "prompt_features": "none", "window": 1}
+        own = {"args": args, "resolved": self.resolved | in_order}
         with side_effect_free_copy(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
             view._build_parts(args.make_planner(), args.make_controller(), args.make_selector(), None, recurring=True)
             yield view

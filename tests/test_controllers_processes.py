@@ -54,7 +54,7 @@ GUARDED = SETTINGS | {"controller": "gate", "selector": "zero_variance", "reward
 GUARDED |= {"num_generations": 3, "controller_kwargs": {"control": 0.2, "explore": 0.2, "recheck": 1.0}}
 # Prompts whose length says that they are hopeless
 UNSEEN = GUARDED | {"prompts": 80, "reward": "short_reward", "controller_kwargs": {"control": 0.0}}
-UNSEEN |= {"prompt_features": "text", "window": 2, "save_strategy": "steps", "save_steps": 5}
+UNSEEN |= {"strategy": "gate", "window": 2, "save_strategy": "steps", "save_steps": 5}
 TABLE = SETTINGS | {
     "controller": "reinforce_ada_balanced",
     "controller_kwargs": {"round_size": 3, "max_rounds": 4},  # groups that begin on one process and end on the other

@@ -61,11 +61,9 @@ def test_what_is_given_besides_wins(tmp_path, name):
         args = tiny.config(tmp_path, strategy=name, **{field: value})
         assert vars(args)[field] == (vars(usual)[field] | value if isinstance(value, dict) else value)
         changed = {key for key, before in values(usual).items() if values(args)[key] != before}
-        own = field == "controller" or (name, field) == (
-            "gate",
-            "pruning",
-        )  # with which the gate takes no further prompts
-        changed -= {"controller_kwargs"} if own else set()
+        changed -= {"controller_kwargs"} if field == "controller" else set()
+        if (name, field) == ("gate", "pruning"):  # with which it chooses no prompts
+            changed -= {"controller_kwargs", "prompt_features", "window"}
         # The quota is that of a ranking
         assert changed <= ({field, "selector"} if (name, field) == (DEFAULT, "selection_ratio") else {field})
     # Also where what is given is what the default strategy has
@@ -137,14 +135,41 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
     assert args.defaults()["controller_kwargs"] == args.controller_kwargs
 
 
-def test_the_gate_holds_the_signal_unless_the_prompts_of_a_batch_are_chosen(tmp_path):
-    chosen = {"window": 2, "prompt_features": "text"}
-    own = {"controller_kwargs": {"hold": "signal"}}
-    settings = {}, {"pruning": "refill"}, {"pruning": "skip"}, chosen, chosen | own
-    held = [tiny.config(tmp_path, strategy="gate", **given).make_controller().hold for given in settings]
-    assert held == ["signal", "signal", "nothing", "nothing", "signal"]
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, ("signal", "text", 4)),
+        ({"report_by": ["kind"]}, ("signal", "all", 4)),
+        ({"prompt_features": "none"}, ("signal", "none", 1)),
+        ({"window": 1}, ("signal", "text", 1)),
+        ({"pruning": "refill"}, ("signal", "text", 4)),
+        ({"pruning": "skip"}, ("nothing", "none", 1)),  # which makes batches smaller
+        ({"controller": "uniform"}, (None, "text", 4)),
+    ],
+)
+def test_the_gate_chooses_prompts_ahead_and_holds_the_signal(tmp_path, given, chosen):
+    args = tiny.config(tmp_path, strategy="gate", **given)
+    assert (args.controller_kwargs.get("hold"), args.prompt_features, args.window) == chosen
+    defaults = tiny.config(tmp_path, strategy="gate", **{**given, "window": 7}).defaults()
+    assert defaults["window"] == (1 if given.get("prompt_features") == "none" or "skip" in given.values() else 4)
+
+
+def test_the_gate_keeps_to_the_order_where_prompts_cannot_be_read_ahead(tmp_path):
+    def resolved(dataset, sampler=None, given=None, **settings) -> tuple:
+        args = tiny.config(tmp_path, strategy="gate", **settings)
+        resolved = prepare(args, dataset, [tiny.even_length_reward], given or {}, own_sampler=sampler)[2]
+        return resolved["prompt_features"], resolved["window"]
+
+    assert resolved(tiny.prompts(7)) == ("text", 4)
+    assert resolved(tiny.prompts(7), "Mine._get_train_sampler") == ("none", 1)
+    assert resolved(tiny.prompts(7), self_play={"instruct": True}, max_steps=2) == ("none", 1)
+    assert resolved(None, given={"environment_factory": object}) == ("none", 1)
+    with pytest.raises(ValueError, match="orders the prompts, and `window=2`"):
+        resolved(tiny.prompts(7), "Mine._get_train_sampler", window=2)
+    with pytest.raises(ValueError, match=r"`prompt_features='all'` forecasts prompts of a pass"):
+        resolved(tiny.prompts(7), prompt_features="all", self_play={"instruct": True}, max_steps=2)
     with pytest.raises(ValueError, match=r"`pruning='skip'` makes batches smaller, and `Gate` fills them"):
-        tiny.make(tmp_path, strategy="gate", pruning="skip", **own)
+        tiny.make(tmp_path, strategy="gate", pruning="skip", controller_kwargs={"hold": "signal"})
 
 
 # Of TRL and transformers, which take them and fail later, or train on nothing

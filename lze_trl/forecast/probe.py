@@ -30,7 +30,6 @@ def sample_of(trainer: Any, num_prompts: int) -> GroupSample:
     per_batch, gpu = args.generation_batch_size // size, torch.cuda.is_available()
     plain = {"selector": "all", "selection_ratio": 1.0, "loss_normalizer": "all"}  # every group is trained on
     plain |= {"controller": "uniform", "controller_kwargs": {}, "telemetry": False, "overlap": "none"}
-    plain |= {"prompt_features": "none", "window": 1}
     with trainer.side_effect_free_copy(**plain) as view, accelerator.autocast():
         rows, known = _rows(view, num_prompts)
         step = view.generation_step

@@ -67,7 +67,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     weights = args.reward_weights or [1.0] * len(funcs)
     facts = {
         "model": str(model_args.model_name_or_path),
-        "strategy": in_force(args, controller, resolved["pruning"]),
+        "strategy": in_force(args, controller, resolved),
         "rewards": ", ".join(f"{name} × {weight:g}" for name, weight in zip(reward_names, weights, strict=False))
         or "of the environment",
         "generation": backend(args),
@@ -107,12 +107,15 @@ def uses_ratio(args: LZEGRPOConfig, controller: RolloutController) -> bool:
     return args.selector not in ("all", "zero_variance") or controller.fills_update
 
 
-def in_force(args: LZEGRPOConfig, controller: RolloutController, pruning: str) -> str:
+def in_force(args: LZEGRPOConfig, controller: RolloutController, resolved: dict[str, Any]) -> str:
     """Name the strategy, and the settings of it that have an effect."""
     ratio = f" of {args.selection_ratio:g}" if uses_ratio(args, controller) else ""
-    if pruning != "none":
-        pruning += f" by planner {args.planner}"
-    return f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, pruning {pruning}"
+    by = f" by planner {args.planner}" if resolved["pruning"] != "none" else ""
+    window = f", window {resolved['window']}" if resolved["window"] > 1 else ""
+    chosen = (
+        f"selector {args.selector}{ratio}, controller {args.controller}, pruning {resolved['pruning']}{by}{window}"
+    )
+    return f"{args.strategy}: {chosen}"
 
 
 def backend(args: LZEGRPOConfig) -> str:

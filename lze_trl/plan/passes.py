@@ -55,6 +55,7 @@ class Passes:
     state: PromptState
     args: Any  # settings
     accelerator: Accelerator
+    window: int = 1  # batches that the prompts of the next one are chosen from
     by_loader: bool = False  # whether the data loader gives the rows: of a stream, or by a sampler of the user's own
 
     def __post_init__(self):
@@ -77,7 +78,7 @@ class Passes:
         stream_type = PromptStream if self.mode == "refill" else SamplerOrder
         first_order = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset)
         self.stream = stream_type(
-            self.planner, self.state, ids, args.seed, first_order, args.shuffle_dataset, args.window
+            self.planner, self.state, ids, args.seed, first_order, args.shuffle_dataset, self.window
         )
         if self.state.unseen is not None:
             self._columns = [name for name in args.report_by or () if name in self.dataset.column_names]
