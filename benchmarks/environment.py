@@ -54,8 +54,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "gate_default": {"strategy": "gate"},
     "gate_g4": BARE_GATE | {"num_generations": 4},
 }
-TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "`gate` that keeps to its prompts"}
-TITLES |= {"gate_default": "`gate`", "gate_g4": "`gate` that keeps to its prompts, 64 × 4"}
+TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "basic `gate`"}
+TITLES |= {"gate_default": "`gate`", "gate_g4": "basic `gate`, 64 prompts × 4"}
 _OPEN, _CLOSE = '<tool_call>{"name": "answer", "arguments": {"value": "', '"}}</tool_call>'
 _TEMPLATE = """\
 {%- for m in messages -%}

@@ -58,7 +58,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "gate": BARE_GATE | {"num_generations": 4},
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
-TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "`gate` that keeps to its prompts"}
+TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "basic `gate`"}
 _STRETCH = 1.5
 
 

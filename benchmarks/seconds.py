@@ -7,7 +7,7 @@ Seconds of a training step, by real HTTP on an engine that takes the time that v
 A real trainer of a model of a few thousand weights asks a real server, whose engine decodes 256 sequences at a time and takes its
 time; completions pass or fail at random, so that the share of dead groups stays what it is. `--updates` is the share of the update in
 plain GRPO's step, in per cent: updates then take the seconds of the rows that are trained on (0: rollouts alone). Arms are plain GRPO,
-`exact`, `gate` with `hold: nothing` and with `hold: signal`, and `gate` in rounds, as it is where rewards compare completions; `…+overlap` with `overlap: one_step`. Runs are
+`exact`, the basic `gate`, the same with `hold: signal`, and the basic one in rounds, as it is where rewards compare completions; `…+overlap` with `overlap: one_step`. Runs are
 compared with plain GRPO of the same seed, over the steps after the gate has seen every prompt twice.
 """
 

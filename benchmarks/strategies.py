@@ -155,7 +155,7 @@ STRATEGIES |= {
     for name, end in PROFILED.items()
 }
 BARE_GATE = {"strategy": "gate", "prompt_features": "none", "controller_kwargs": {"hold": "nothing"}}
-"""Settings of the arm `gate`: a batch keeps to its prompts."""
+"""Settings of the arm `gate`, the basic one: a batch keeps to its prompts."""
 NOT_SETTINGS = ("oracle", "prompts", "alone", "profile")
 """Overrides that are no fields of [`LZEGRPOConfig`]."""
 

@@ -267,8 +267,9 @@ def _has_readable_prompts(dataset: Any) -> bool:
 
 
 def _resolved_choice(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> dict[str, Any]:
-    """Return `prompt_features` and `window`: those of the strategy only where prompts can be read and chosen ahead."""
-    ahead = _has_readable_prompts(dataset) and sampler is None and not args.self_play["instruct"]
+    """Return `prompt_features` and `window`: those of the strategy only where prompts can be read and chosen ahead, without a transform."""
+    ahead = _has_readable_prompts(dataset) and dataset.format["type"] != "custom"
+    ahead = ahead and sampler is None and not args.self_play["instruct"]
     defaults, otherwise = args.defaults(), {"prompt_features": "none", "window": 1}
     return {
         name: otherwise[name] if not ahead and getattr(args, name) == defaults[name] else getattr(args, name)

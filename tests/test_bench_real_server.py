@@ -55,7 +55,7 @@ def test_a_table_has_a_row_for_each_arm_and_plain_grpo_of_its_seed():
     rows = [line for line in markdown(kept).splitlines() if line.startswith("| ") and "--" not in line]
     cells = [[cell.strip() for cell in row.split("|")[1:]] for row in rows[1:]]
     of_plain = [("8", "8"), ("8", "4"), ("4", "8"), ("4", "4")]
-    titles = [*["plain GRPO"] * 4, *["`exact`"] * 2, *["`gate` that keeps to its prompts"] * 2]
+    titles = [*["plain GRPO"] * 4, *["`exact`"] * 2, *["basic `gate`"] * 2]
     assert [(title, own, base) for title, own, base, *_ in cells] == [
         (title, *sizes) for title, sizes in zip(titles, [*of_plain, *of_plain[:2], *of_plain[2:]], strict=True)
     ]

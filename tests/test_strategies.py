@@ -161,6 +161,7 @@ def test_the_gate_keeps_to_the_order_where_prompts_cannot_be_read_ahead(tmp_path
         return resolved["prompt_features"], resolved["window"]
 
     assert resolved(tiny.prompts(7)) == ("text", 4)
+    assert resolved(tiny.prompts(7).with_transform(dict)) == ("none", 1)  # it may take long, or draw
     assert resolved(tiny.prompts(7), "Mine._get_train_sampler") == ("none", 1)
     assert resolved(tiny.prompts(7), self_play={"instruct": True}, max_steps=2) == ("none", 1)
     assert resolved(None, given={"environment_factory": object}) == ("none", 1)

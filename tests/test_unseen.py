@@ -274,7 +274,7 @@ def mix(count: int = 40) -> Dataset:
 
 
 MIX = {"reward_funcs": kind_reward, "report_by": ["kind"], "remove_unused_columns": True, "max_steps": 6}
-GATE = {"strategy": "gate", "per_device_train_batch_size": 32, "prompt_features": "all"}  # 8 prompts
+GATE = {"strategy": "gate", "per_device_train_batch_size": 32, "prompt_features": "all", "window": 1}  # 8 prompts
 
 
 def test_a_forecast_alone_changes_no_update(tmp_path):
