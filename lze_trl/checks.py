@@ -165,7 +165,7 @@ def _of_data(
     return [
         (streamed and prunes, f"`pruning={pruning!r}` {needs}. Set `pruning='none'`, {instead}."),
         (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
-        (streamed and not uniform, f"{controller_name} {needs}. Use `controller='uniform'`, {instead}."),
+        (streamed and not uniform, f"{controller_name} {needs}. Use `strategy='exact'` (`controller='uniform'`), {instead}."),
         (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
         (args.prompt_features != "none" and not _has_readable_prompts(dataset), f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset, {instead}."),
         (args.prompt_features != "none" and writes_prompts, f"{features} forecasts prompts of a pass, and {self_play} has none. Leave it unset."),

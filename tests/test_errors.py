@@ -75,7 +75,7 @@ REFUSED = [
     ("for which 'majority_reward' abstains", {**VOTES, **NORMALIZED}, {}),
     ("`pruning='refill'`.*stream", {**STREAM, "pruning": "refill"}, {}),
     ("`planner`.*stream", STREAM, {"planner": SolvedPlanner()}),
-    ("`controller='uniform'`.*stream", {**STREAM, "controller": "dynamic"}, {}),
+    ("`strategy='exact'` .`controller='uniform'`.*stream", {**STREAM, "controller": "dynamic"}, {}),
     ("`self_play={'instruct': True}`.*stream", {**STREAM, **INSTRUCT}, {}),
     (r"training set has .* prompt of row 11\.", prompted(*TEXTS, None), {}),
     (r"training set has .* prompt of row 2200\.", prompted(*TEXTS * 200, ""), {}),
