@@ -81,8 +81,8 @@ def prepare(
         )
     has_planner = planner is not None or args.planner != "solved"
     _refuse(_of_settings(args))
-    args, ahead = copy(args), _resolved_choice(args, train_dataset, own_sampler)
-    vars(args).update(ahead)
+    args, choice = copy(args), _resolved_choice(args, train_dataset, own_sampler)
+    vars(args).update(choice)
     _refuse(_of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler))
     pruning = _resolved_pruning(args, train_dataset, has_planner, own_sampler)
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
@@ -91,7 +91,7 @@ def prepare(
             "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', and with a gate `hold='nothing'`, or remove it."
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
-    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, **ahead}
+    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, **choice}
 
 
 def refuse_contradictions(args: LZEGRPOConfig):
@@ -167,7 +167,7 @@ def _of_data(
         (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
         (streamed and not uniform, f"{controller_name} {needs}. Use `strategy='exact'` (`controller='uniform'`), {instead}."),
         (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
-        (args.prompt_features != "none" and not _has_readable_prompts(dataset), f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset, {instead}."),
+        (args.prompt_features != "none" and not _has_readable_prompts(dataset), f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed and has no other name for it. Leave it unset, or rename the column."),
         (args.prompt_features != "none" and writes_prompts, f"{features} forecasts prompts of a pass, and {self_play} has none. Leave it unset."),
         (args.window > 1 and sampler, f"`{sampler}` orders the prompts, and `window={args.window}` another way. Leave `window` unset, or remove it."),
         (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {planner_name} was passed to rank them. Set 'refill' or 'skip'."),
@@ -267,12 +267,15 @@ def _has_readable_prompts(dataset: Any) -> bool:
 
 
 def _resolved_choice(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> dict[str, Any]:
-    """Return `prompt_features` and `window`: those of the strategy only where prompts can be read and chosen ahead, without a transform."""
-    ahead = _has_readable_prompts(dataset) and dataset.format["type"] != "custom"
-    ahead = ahead and sampler is None and not args.self_play["instruct"]
+    """
+    Return `prompt_features` and `window`. Values of the strategy become "none" and 1 where prompts cannot be read and ranked before
+    their batch; a transform of the training set may take long, or draw random numbers.
+    """
+    can_rank = _has_readable_prompts(dataset) and dataset.format["type"] != "custom"
+    can_rank = can_rank and sampler is None and not args.self_play["instruct"]
     defaults, otherwise = args.defaults(), {"prompt_features": "none", "window": 1}
     return {
-        name: otherwise[name] if not ahead and getattr(args, name) == defaults[name] else getattr(args, name)
+        name: otherwise[name] if not can_rank and getattr(args, name) == defaults[name] else getattr(args, name)
         for name in otherwise
     }
 

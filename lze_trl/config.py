@@ -63,7 +63,7 @@ class LZEGRPOConfig(GRPOConfig):
     Parameters:
         strategy (`str`, *optional*, defaults to `"exact"`):
             Name of a combination of settings: `"exact"` (the updates of plain GRPO without computing groups that have no
-            gradient), `"gate"` (one completion first, the others where a signal is likely), `"lze"` (the published method),
+            gradient), `"gate"` (one completion of the most promising prompts, the others where a signal is likely), `"lze"` (the published method),
             `"grpo"` (plain TRL), `"dapo"`, `"reinforce_ada"` or `"greso"`. Explicitly set fields take precedence. The defaults
             below are those of `"exact"`, which selects by energy if only a `selection_ratio` is set.
 
@@ -126,12 +126,12 @@ class LZEGRPOConfig(GRPOConfig):
 
         prompt_features (`str`, *optional*, defaults to `"none"`):
             Features by which prompts that were never visited are forecast: `"columns"` (the values of the columns in `report_by`),
-            `"text"`, `"all"` (both) or `"none"`. The gate then does not begin a prompt that is not worth its first completion. With
-            `strategy="gate"`, `"text"`, or with `report_by` `"all"`; `"none"` where prompts cannot be read ahead.
+            `"text"`, `"all"` (both) or `"none"`. The gate can then skip such prompts, as it skips others. With `strategy="gate"`, `"text"`,
+            or with `report_by` `"all"`; `"none"` where prompts cannot be read ahead.
         window (`int`, *optional*, defaults to `1`):
-            From how many of the next batches of a pass the prompts of a batch are chosen, those whose groups are the likeliest to be alive;
-            the others come later in the pass, and what is dead to its end mostly in the next one. 1 keeps the order. Needs
-            `prompt_features`. With `strategy="gate"`, 4 where there are some, unless `pruning="skip"` is set.
+            Number of batches to look ahead. A batch takes the prompts whose groups are the likeliest to be alive; the others wait until
+            the end of the pass. Nine in ten of those that are forecast dead then move to the next pass. 1 keeps the order. Needs
+            `prompt_features`. With `strategy="gate"`, 4 if it has such features.
 
         > Parameters that control how many completions a prompt gets
 
@@ -142,17 +142,18 @@ class LZEGRPOConfig(GRPOConfig):
         controller_kwargs (`dict[str, Any]`, *optional*):
             Settings of the controller: `kept` of `"uniform"` and Reinforce-Ada (the most completions of a prompt that are
             trained on; default: all, and `num_generations`); `round_size` (8) and `max_rounds` (4) of Reinforce-Ada;
-            `max_rounds` (4) of `"dynamic"`; `explore` (0.05) and `recheck` (0.1), the shares of stopped groups and prompts that `"gate"` draws, and
-            `control` (0.05), the share that it draws whole whatever it forecasts, to see whether it pays (0: no such guard); `hold`, what
-            further prompts of the pass are drawn for in place of the groups that `"gate"` stops: the `"signal"` (as many live groups as
-            plain GRPO's batch of these prompts is expected to have; with `strategy="gate"`, unless `pruning="skip"` or a sampler of
-            your own chooses the prompts of a batch), the `"completions"` (as many as plain GRPO draws), or `"nothing"`, the default.
+            `max_rounds` (4) of `"dynamic"`; of `"gate"`, `explore` (0.05), the share of the groups that it would stop
+            and completes all the same, `recheck` (0.1), the share of the prompts that it would skip and begins all the same, `control`
+            (0.05), the share that it draws whole whatever it forecasts, to see whether it pays (0: no such guard), and `hold`, how many
+            prompts it adds to a batch: with `"signal"` until as many live groups are expected as plain GRPO would have of the batch's
+            own prompts (the default with `strategy="gate"`, unless `pruning="skip"` or a sampler of your own chooses the prompts of a
+            batch), with `"completions"` until plain GRPO's completions are spent, with `"nothing"` none, else the default.
 
         > Parameters that control identity and state
 
         deduplicate (`bool`, *optional*, defaults to `False`):
-            Whether to drop rows of the training set that repeat another row, as strategies do that remember prompts. Else each is
-            remembered as another prompt, as in a streamed dataset, and where too few for a generation batch would remain.
+            Whether to drop rows of the training set that repeat another row, as strategies do that remember prompts. If `False`, each
+            row is a prompt of its own. So it is in a streamed dataset, and if too few rows for a generation batch would remain.
         state_from (`str`, *optional*):
             Directory (a run, one of its checkpoints, or a profile) or Hub id of an earlier run, whose prompt state this run starts
             from. Ignored when training resumes from a checkpoint.

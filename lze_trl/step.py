@@ -192,7 +192,7 @@ class BatchPipeline:
         weight_change, in_bfloat16 = engine.weights_changed()
         if not np.isnan(weight_change):
             engine.metrics["lze/weights_changed"].append(weight_change)
-        if drawn is None:  # pruning or the controller has left nothing
+        if drawn is None:  # no completion was drawn
             self.ledger.add(self.args.generation_batch_size)
             self._record(plan, engine)
             return Batch(Table(), Table(), {}, layout=Layout([None] * self.args.steps_per_generation))
@@ -242,7 +242,7 @@ class BatchPipeline:
         loss_tokens = np.bincount(drawn.group, drawn.loss_tokens, minlength=drawn.num_groups)
         fills_update, make_rng = self.controller.fills_update, partial(self._rng, "selection")
         chosen = choose_groups(self.selector, drawn.prompts, loss_tokens, num_groups_wanted, fills_update, make_rng)
-        if isinstance(self.controller, Gate):  # it may have begun more prompts than plain GRPO's batch has
+        if isinstance(self.controller, Gate):  # the first P live ones, since it may have added prompts
             chosen &= chosen.cumsum() <= self.passes.num_groups
         return chosen
 

@@ -28,8 +28,8 @@ BASE: dict[str, Any] = {
 STRATEGIES: dict[str, dict[str, Any]] = {
     # the updates of plain GRPO, without computing the groups that have no gradient
     DEFAULT: _OVER_ALL | {"deduplicate": False},
-    # the best prompts of four batches, one completion of each; the others where the group is likely to be alive, and further prompts
-    # for as many live groups as these would have
+    # the most promising prompts of the next four batches, one completion of each, and the others of a group if it is likely to be
+    # alive; further prompts make up for the live groups that are missed
     "gate": _OVER_ALL
     | {"pruning": "none", "prompt_features": "text", "window": 4}
     | {"controller": "gate", "controller_kwargs": {"hold": "signal"}},

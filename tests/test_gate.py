@@ -174,7 +174,7 @@ def test_it_draws_one_then_the_others_and_nothing_after():
 
 def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_to_give():
     def further(*recent, round=0, needed=0.0):
-        known = prompts_of(10, alive_needed=[needed] * 10, recent=[[float(number) for number in recent]] * 10)
+        known = prompts_of(10, alive_needed=[needed] * 10, expected_totals=[[float(number) for number in recent]] * 10)
         gates = [Gate(8, hold=hold) for hold in ("nothing", "signal", "completions")]
         return [gate.more(round, known, rollouts({i: [] for i in range(10)}), 10) for gate in gates]
 

@@ -234,7 +234,7 @@ class PromptState:
     def alive(
         self, prompt_ids: np.ndarray, history: History | None = None, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Forecast that whole groups are alive, `(P,)`; and with `rng` draw it for prompts that were never visited."""
+        """Return the probability that whole groups are alive, and with `rng` a draw of it for prompts that were never visited, `(P,)` each."""
         history = self.history(prompt_ids) if history is None else history
         alive, new = self.foresight.alive(history, self.group_size), history.visits == 0
         drawn = alive.copy()

@@ -17,8 +17,8 @@ class Threshold:
     represents 1 / probability groups. Groups have `group_size` completions, G.
     """
 
-    RECENT = 16  # earlier prompts that also count for a batch of fewer prompts
-    WINDOW = 128  # prompts whose yield sets the threshold of the other completions
+    RECENT = 16  # decay length in prompts: batches of as many rest on themselves alone
+    WINDOW = 128  # the same of the yield that sets an independent threshold
 
     def __init__(self, group_size: int = 8, independent: bool = False):
         self.group_size, self.independent = group_size, independent
@@ -39,10 +39,9 @@ class Threshold:
         """
         Return the probability of being alive from which further completions yield more than elsewhere, shape `(P,)`.
 
-        Where groups wait for each other, those go on that together yield the most; recent batches contribute, so that
-        all go on while none was alive. An `independent` one goes on from (G − 1)·λ, with λ what completions have
-        yielded lately (Dinkelbach), less a standard deviation of the live groups: by its own first completion, and
-        nothing else of its batch.
+        Where groups wait for each other, the set is completed that yields the most live groups per completion, counting recent
+        batches, so that all are completed while none was alive. An `independent` group is completed by its own first completion
+        alone, from (G − 1)·λ, with λ = (live groups − their square root) / completions of late (Dinkelbach).
         """
         given_first = prompts.alive_given_first
         count, forecast, *recent = self._recent * _kept(prompts, self.RECENT)
@@ -97,14 +96,15 @@ def _examples(prompts: Prompts, drawn: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _kept(prompts: Prompts, window: int) -> float:
-    """Share of what the batches before have shown that still counts beside a batch of these prompts."""
+    """Return the weight of earlier batches beside a batch of these prompts: max(1 − P / window, 0)."""
     return max(1.0 - len(prompts) / window, 0.0)
 
 
 def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: float = 0.0) -> float:
     """
-    Return the most live groups per completion that a choice of groups to complete, for `cost` further ones each, can
-    give; 0 without groups. The chosen ones are those whose probability is at least cost · the result (Dinkelbach).
+    Return the most live groups per completion that a choice of begun groups can give, with `cost` further completions for each:
+    the highest (live + Σ alive) / (completions + begun + cost · chosen), 0 if nothing was drawn. Those are best whose
+    probability is at least cost · the result (Dinkelbach). `live` and `completions` are those of earlier batches.
     """
     if not completions + len(alive):
         return 0.0
@@ -114,8 +114,8 @@ def best_yield(alive: np.ndarray, cost: int, live: float = 0.0, completions: flo
 
 def needed_to_begin(elsewhere: float, group_size: int) -> float:
     """
-    Return the probability p of being alive from which a group is worth its first completion, if others yield r live
-    groups: E[max(q − r·(G − 1), 0)] ≥ r, with q the probability after it. The left side is at most p·(1 − r·(G − 1)).
+    Return the probability p of being alive from which a group is worth its first completion, if others yield r live groups
+    per completion (`elsewhere`). With q the probability after it, this is E[max(q − r·(G − 1), 0)] ≥ r. The left side is at most p·(1 − r·(G − 1)).
     """
     left = 1.0 - elsewhere * (group_size - 1)
     return min(elsewhere / left, 1.0) if left > 0.0 else 1.0

@@ -16,9 +16,9 @@ Reader = Callable[[np.ndarray], list[tuple[str, list[tuple[str, Any]]]]]
 _COLUMN_NUMBERS = _TEXT_NUMBERS = 32
 _GRAMS = (1, 2, 3)  # bytes of the pieces that a text is cut into
 _READ = 2048  # bytes that are read of either end of a text
-_SCALE = 0.25  # of the numbers of a text: its prior is then about as loose as that of one column
+_SCALE = 0.25  # of the numbers of a text: together their prior is about as wide as that of one column
 _KEPT = 16_384  # prompts whose numbers are kept for the next call
-_MOST = 3.0  # standard deviations
+_MOST = 3.0  # standard deviations at which the numbers of a text are cut
 
 
 def text_numbers(text: str) -> np.ndarray:
@@ -52,7 +52,7 @@ def _mixed(codes: np.ndarray) -> np.ndarray:
 
 class Unseen:
     """
-    Logistic regression of "the group is alive" on numbers of the prompt itself, with the log-odds of what is remembered as offset, see
+    Logistic regression of "the group is alive" on numbers of the prompt itself, with the log-odds of the base rate of new prompts as offset, see
     [`OnlineRegression`]. It forecasts prompts that were never visited, as long as its forecasts of them have been better (Brier score)
     than their base rate. Nothing is stored for a prompt.
     """
@@ -98,7 +98,7 @@ class Unseen:
     def alive(
         self, ids: np.ndarray, base: np.ndarray, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Forecast that the groups of new prompts are alive, by `base` without a model; with `rng`, also draw it."""
+        """Return the probability that the groups of new prompts are alive, and with `rng` a draw of it, `(P,)` each; `base` twice while that is better."""
         if not self.model.better:
             return base, base
         x, offset = self._examples(self._inputs(ids)), log_odds(base)

@@ -18,7 +18,7 @@ from .stream import NOTHING, GrowingStream, PromptStream, SamplerOrder, Streamed
 
 @dataclass
 class Plan:
-    """Prompts of a generation batch: `inputs` where all groups have one size, `rows` where they may differ."""
+    """Prompts of a generation batch: the loaded `inputs` if all groups have one size, else the numbers of their `rows`."""
 
     num_prompts: int  # P; 0 if nothing is rolled out
     pass_index: int
@@ -44,8 +44,8 @@ class EmptyRows:
 @dataclass(kw_only=True)
 class Passes:
     """
-    Plans generation batches, one pass over the data after another. By the mode, slots of prompts that the planner
-    leaves out go to others by rank (`"refill"`), or are dropped (`"skip"`); with `"none"`, no prompt is left out.
+    Plans generation batches, one pass over the data after another. With the mode `"refill"`, prompts come from our own stream, which fills
+    the slots of those that the planner leaves out, if any; with `"skip"` these slots are dropped; with `"none"`, no prompt is left out.
     """
 
     mode: str
@@ -55,7 +55,7 @@ class Passes:
     state: PromptState
     args: Any  # settings
     accelerator: Accelerator
-    window: int = 1  # batches that the prompts of the next one are chosen from
+    window: int = 1  # batches to look ahead
     by_loader: bool = False  # whether the data loader gives the rows: of a stream, or by a sampler of the user's own
 
     def __post_init__(self):
@@ -130,7 +130,7 @@ class Passes:
         return self._plan_with(rows[active], pass_index, np.delete(self.ids_of(rows), active))
 
     def plan_next(self, count: int, taken: np.ndarray | None = None) -> Plan:
-        """Plan the next `count` prompts of the stream; with `taken`, the rows that a batch has already, further ones for it."""
+        """Plan the next `count` prompts of the stream; with `taken`, the rows of a batch, others than these."""
         pass_before, left_out = self.stream.pass_index, NOTHING
         rows = self.stream.take(count, taken)
         passed_over = self.ids_of(self.stream.passed_over)

@@ -23,7 +23,7 @@ from .planners import Planner, checked_ranks
 logger = logging.getLogger(__name__)
 
 NOTHING = np.empty(0, dtype=np.int64)  # no rows, ids or counts
-_RECHECKED = 0.1  # share of what is dead to the end of a pass that is rolled out all the same
+_RECHECKED = 0.1  # share of the prompts forecast dead at the end of a pass that are rolled out all the same
 
 
 class PromptStream:
@@ -33,8 +33,9 @@ class PromptStream:
     the state knows from other data are no part of a pass. The first pass has the order of TRL's sampler, `first_order`,
     `(N,)`.
 
-    With a `window` above 1, the best of so many batches come first: the prompts whose groups are the likeliest to be alive, by draws.
-    The others wait until the end of the pass. Then dead ones are left to the next pass, except for a share that is checked again.
+    With a `window` above 1, `take` ranks the next `window` times as many rows by a random draw of the probability that their groups
+    are alive, and takes the best. The others move to the end of the pass. Once every row of the pass has been ranked, those that are
+    forecast dead are left to the next pass, except for a tenth.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class PromptStream:
         self.left_out = NOTHING  # ids of the prompts that this pass does not roll out, ascending
         self._queue = NOTHING  # rows of the rest of the pass
         self.passed_over = NOTHING  # rows that the last `take` has left out of the pass as dead
-        self._choices = 0  # of a window's best, so far
+        self._choices = 0  # windows ranked so far, which seed the draws
         # Of this pass: its prompts, candidates so far, and live groups among them as forecast
         self._ranked = np.array([np.inf, 0.0, 0.0])
         self._warned = False
@@ -121,7 +122,7 @@ class PromptStream:
         while len(best) < count and len(queue):
             missing = count - len(best)
             chances, drawn = self.state.alive(self.prompt_ids[queue[: self.window * missing]], rng=rng)
-            if drawn.min() == drawn.max():  # all are alike, so the order of the pass stays
+            if drawn.min() == drawn.max():  # equal chances: the next rows are taken, and none moves
                 chances, drawn = chances[:missing], drawn[:missing]
             candidates, queue = np.split(queue, [len(drawn)])
             ranking = np.argsort(-drawn, kind="stable")

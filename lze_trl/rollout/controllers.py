@@ -21,12 +21,12 @@ import pandas as pd
 from ..batch import Batch, Prompts
 
 
-MOST_BEGUN = 4.0  # prompts that a gate which holds something begins at most, × plain GRPO's
+MOST_BEGUN = 4.0  # upper limit of the prompts that a gate begins, as a multiple of plain GRPO's
 
 
 class RolloutController(ABC):
     """
-    A strategy that draws the completions of a generation batch.
+    Decides how many completions each prompt of a generation batch gets.
 
     Derive your own, define `draw`, and pass it to `LZEGRPOTrainer(controller=...)`. The answers must depend on the arguments
     alone: every process calls it with the same values and has to get the same answers.
@@ -45,7 +45,7 @@ class RolloutController(ABC):
 
     @property
     def fills_update(self) -> bool:
-        """Whether further prompts, each with its whole group at once, are drawn until K groups are alive; at most K are then trained on."""
+        """Whether `more` adds prompts, whose groups are drawn whole, until K groups are alive; at most K are then trained on."""
         return self.draws_prompts
 
     @abstractmethod
@@ -58,7 +58,7 @@ class RolloutController(ABC):
         """
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        """Return the number of further prompts for an update of `k` groups, asked before `draw`; nothing is drawn yet in round 0."""
+        """Return how many prompts to add, at least 0, for an update of `k` groups. Called before `draw` in each round."""
         return 0
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
@@ -66,9 +66,9 @@ class RolloutController(ABC):
         Return, if the controller draws by chance, the probability with which this round draws completions for each
         group, float of shape `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
 
-        In the round in which a prompt joins, chance decides whether it is begun, in a later one whether its group is completed (the
-        last such round counts; NaN where a round decides nothing of a prompt). What chance has drawn represents the others in
-        statistics and forecasts, weighted by 1 / probability.
+        In a prompt's first round this is the probability that it is begun, in a later one that its group is completed: the last such
+        round counts. NaN: the round decides nothing about the prompt. A prompt drawn with probability p counts 1 / p in statistics
+        and forecasts.
         """
         return None
 
@@ -166,7 +166,7 @@ class Gate(RolloutController):
     reaches `Prompts.alive_needed`, from which its completions yield more live groups each than others do. Below it, a few are
     drawn at random, so that the forecasts learn what they miss. This favours medium pass rates.
 
-    A share `control` of the prompts, among those drawn at random, is drawn whole. They show [`~lze_trl.rollout.gate_guard.GateGuard`]
+    A share `control` of the prompts is drawn whole, whatever is forecast; they are part of those drawn at random. They show [`~lze_trl.rollout.gate_guard.GateGuard`]
     whether the gate pays; as long as it does not, all groups are drawn whole, in one round.
     """
 
@@ -183,18 +183,18 @@ class Gate(RolloutController):
         return self.hold != "nothing"
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        begun, kept, missed, completions = prompts.recent[0]
+        begun, kept, missed, completions = prompts.expected_totals[0]
         if round > 0 or self.hold == "nothing" or draws_whole(prompts) or not kept:
             return 0
-        # Prompts to begin for the completions of plain GRPO, × P; not so many that a batch grows large if more go on than before
-        to_begin = min(self.group_size * begun / completions, MOST_BEGUN)
-        times = to_begin / max(np.asarray(self.probabilities(0, prompts, drawn)).mean(), 1.0 / len(prompts))
-        if self.hold == "signal":  # for its live groups, if that takes fewer
+        # Begun prompts, × P, that cost plain GRPO's completions; limited, in case more groups are completed than before
+        ratio = min(self.group_size * begun / completions, MOST_BEGUN)
+        times = ratio / max(np.asarray(self.probabilities(0, prompts, drawn)).mean(), 1.0 / len(prompts))
+        if self.hold == "signal":  # or those that give its live groups, if these are fewer
             times = min(times, (kept + missed) / kept)
         return max(0, int(np.rint((times - 1.0) * len(prompts))))
 
     def expected(self, prompts: Prompts, drawn: Batch) -> np.ndarray:
-        """Return what is expected of prompts once their first completions are `drawn`, `(4,)`: how many are begun, live groups kept and missed, completions."""
+        """Return four totals expected of a batch whose first completions are `drawn`: begun prompts, live groups completed and not completed, completions."""
         begun = drawn.sizes > 0
         completed = np.where(begun, np.asarray(self.probabilities(1, prompts, drawn)), 0.0)
         alive = np.where(begun, prompts.alive_given_first, prompts.alive)

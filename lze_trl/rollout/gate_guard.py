@@ -14,9 +14,9 @@ from .estimates import StoppedGroups
 logger = logging.getLogger(__name__)
 
 TO_STOP, TO_GO_ON = 10.0, 20.0
-"""Capital from which the guard stops the gate, and lets it go on: a closer look costs a batch or two, a gate that does not pay many."""
+"""Capital from which the guard stops the gate, and lets it go on. To stop it by mistake costs a batch or two, to let it lose many."""
 _BETS = 0.9 * 0.5 ** np.arange(7)  # share of the capital that one group can lose
-_RECENT = 128  # prompts on which λ rests, and the number of further prompts
+_RECENT = 128  # decay length of λ in prompts, and of the expected totals in begun prompts
 
 
 class GateGuard:
@@ -43,7 +43,7 @@ class GateGuard:
         """Add what a gate needs for its guard; while groups are drawn whole, no chance of being alive is too low."""
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
         columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
-        columns["recent"] = np.broadcast_to(self._expected, (len(prompts), len(self._expected)))
+        columns["expected_totals"] = np.broadcast_to(self._expected, (len(prompts), len(self._expected)))
         return prompts.with_columns(alive_needed=needed, **columns)
 
     def expect(self, expected: np.ndarray):
@@ -52,8 +52,8 @@ class GateGuard:
 
     def update(self, drawn: Batch, seen: np.ndarray, started: np.ndarray, whole: np.ndarray, size: int):
         """
-        Enter a batch. All of shape `(P,)`: the probability with which a whole group was `seen`, 0 if it was not; whether the gate has
-        `started` a prompt, and drawn the `whole` group of `size` completions, or the probability that it would have.
+        Enter a batch of groups of `size`. All of shape `(P,)`: the probability with which a whole group was `seen`, 0 if it was not;
+        1 if the gate `started` a prompt, and if it drew the `whole` group, else 0; while the gate is off, the probabilities that it would.
         """
         represents = np.divide(1.0, seen, out=np.zeros(len(seen)), where=seen > 0)  # groups
         live, completions = drawn.alive & (seen > 0), started + (size - 1) * whole
@@ -71,7 +71,7 @@ class GateGuard:
     def _live_per_completion(
         self, live: np.ndarray, completions: np.ndarray, started: np.ndarray, certain: np.ndarray
     ) -> float:
-        """Update λ, and return it. It rests on groups that were `certain` in this batch: chance decides about the others."""
+        """Update λ, and return it. Groups that were `certain` in this batch count whole, the others with their first completions, since chance decides about the rest."""
         seen = np.array([live[certain].sum(), completions[certain].sum() + started[~certain].sum()])
         self._recent = max(1.0 - len(live) / _RECENT, 0.0) * self._recent + seen
         return self._recent[0] / max(self._recent[1], 1.0)

@@ -42,7 +42,7 @@ READINGS = "readings."
 
 @dataclass
 class Pending:
-    """A generation batch that is under way: completions were asked for, and nothing is known of them yet."""
+    """A generation batch whose completions are requested round by round."""
 
     plan: Plan
     generation: int
@@ -57,12 +57,12 @@ class Pending:
     expected: np.ndarray = field(default_factory=lambda: np.zeros(4))  # of the batch by a gate, see `Gate.expected`
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
-    # By prompt. Prompts that joined the batch later are missing at the end until a round asks for their completions
+    # One entry for each prompt. One that is added later has none until a round asks for its completions, see `_padded`
     joined: np.ndarray = field(default_factory=NOTHING.copy)  # round in which the prompt was first planned
     round0_counts: np.ndarray = field(default_factory=NOTHING.copy)  # completions asked for in round 0
     first_round_counts: np.ndarray = field(default_factory=NOTHING.copy)  # in the first round that asked for some
-    start_probability: np.ndarray | None = None  # with which its first round has asked for completions
-    completion_probability: np.ndarray | None = None  # with which a later round has
+    start_probability: np.ndarray | None = None  # that it was begun
+    completion_probability: np.ndarray | None = None  # that its group was completed in a later round
 
     def record_request(self, counts: np.ndarray, probabilities: np.ndarray | None):
         """Record what a round asks for, and the probabilities, see [`RolloutController.probabilities`], with which it does."""
@@ -120,7 +120,7 @@ class Rounds:
         return pending
 
     def _request_round(self, pending: Pending, drawn: Batch, engine: Any, extends: bool = True):
-        """Ask for what the controller wants once some completions are `drawn`: further prompts, where it `extends` the plan, and completions."""
+        """Ask the controller, by the completions `drawn` so far, for prompts to add if it `extends` the plan, and for the completions of this round."""
         prompts = self.known_prompts(pending, drawn)
         if extends and self.controller.draws_prompts and len(prompts):
             further = requested_prompts(self.controller, pending.round, prompts, drawn, pending.wanted)
@@ -135,7 +135,8 @@ class Rounds:
         if probabilities is not None:
             probabilities = np.where((counts > 0) | np.isnan(probabilities), probabilities, 0.0)
         if self.comparing.columns:
-            counts, probabilities = self._whole_groups(counts, drawn, engine), None if pending.round else probabilities
+            counts = self._whole_groups(counts, drawn, engine)
+            probabilities = None if pending.round else probabilities
         pending.record_request(counts, probabilities)
         pending.in_parts = not self.comparing.columns and self._splits_groups(counts, drawn)
         pending.request = pending.ahead = None
