@@ -98,6 +98,7 @@ STRATEGIES: dict[str, Strategy] = {
         )
         for hold in ("completions", "nothing")
     },
+    "gate_default_columns": Strategy("`strategy: gate`, `report_by`", {"strategy": "gate", "report_by": ["kind"]}),
     # The same without what goes beyond a batch: one completion of each prompt, the others where the group is likely to be alive
     "gate": Strategy(
         "one-completion gate, loss over all rows",
@@ -129,24 +130,6 @@ STRATEGIES: dict[str, Strategy] = {
         _selecting("zero_variance", loss_normalizer="all", num_generations=4, controller="gate", prompts=3),
     ),
 }
-for _name, _features in {"columns": "columns", "text": "text", "both": "all"}.items():
-    for _window in (1, 2, 4):
-        STRATEGIES[f"gate_unseen_{_name}" + f"_window{_window}" * (_window > 1)] = Strategy(
-            f"gate that knows new prompts by {_name}, window {_window}",
-            _selecting(
-                "zero_variance",
-                controller="gate",
-                loss_normalizer="all",
-                prompt_features=_features,
-                window=_window,
-                **({} if _features == "text" else {"report_by": ["kind"]}),
-            ),
-        )
-for _name in ("gate_unseen_text", "gate_unseen_both", "gate_unseen_both_window4"):
-    _unseen = STRATEGIES[_name]
-    STRATEGIES[f"{_name}_signal"] = Strategy(
-        f"{_unseen.title}, holds the signal", _unseen.overrides | {"controller_kwargs": {"hold": "signal"}}
-    )
 # What `python -m benchmarks.profiled` compares: without a profile, and with it
 PROFILED = {name: f"{name}_profiled" for name in ("gate", "lze_refilled", "greso")}
 STRATEGIES["grpo_kept"] = Strategy("GRPO (TRL), on the prompts that a profile keeps", {"profile": "kept"}, trl=True)
@@ -154,7 +137,7 @@ STRATEGIES |= {
     end: Strategy(f"{STRATEGIES[name].title}, from a profile", STRATEGIES[name].overrides | {"profile": "state"})
     for name, end in PROFILED.items()
 }
-BARE_GATE = {"strategy": "gate", "prompt_features": "none", "controller_kwargs": {"hold": "nothing"}}
+BARE_GATE = {"strategy": "gate", "window": 1, "controller_kwargs": {"hold": "nothing"}}
 """Settings of the arm `gate`, the basic one: a batch keeps to its prompts."""
 NOT_SETTINGS = ("oracle", "prompts", "alone", "profile")
 """Overrides that are no fields of [`LZEGRPOConfig`]."""

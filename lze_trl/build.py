@@ -58,7 +58,7 @@ def make_state(
         recurring=recurring,
         capacity=len(dataset) if isinstance(dataset, Dataset) else 0,
         score_range=rule.known_range,
-        unseen=None if resolved["prompt_features"] == "none" else Unseen(resolved["prompt_features"]),
+        unseen=Unseen(bool(args.report_by)) if resolved["window"] > 1 else None,
     )
 
 

@@ -1,7 +1,6 @@
 """Refuse what cannot be trained when the trainer is made, and choose the defaults that depend on the training set."""
 
 import logging
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -80,10 +79,9 @@ def prepare(
             f"The reward of whole groups `{group_reward}` is a class. Pass an object of it among the `reward_funcs`."
         )
     has_planner = planner is not None or args.planner != "solved"
-    _refuse(_of_settings(args))
-    args, choice = copy(args), _resolved_choice(args, train_dataset, own_sampler)
-    vars(args).update(choice)
-    _refuse(_of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler))
+    window = _resolved_window(args, train_dataset, own_sampler)
+    of_data = _of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler, window)
+    _refuse([*_of_settings(args), *of_data])
     pruning = _resolved_pruning(args, train_dataset, has_planner, own_sampler)
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
         raise ValueError(
@@ -91,7 +89,7 @@ def prepare(
             "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', and with a gate `hold='nothing'`, or remove it."
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
-    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, **choice}
+    return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, "window": window}
 
 
 def refuse_contradictions(args: LZEGRPOConfig):
@@ -133,9 +131,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (http and args.max_completion_length is None, "`vllm_mode='http'` asks for a number of tokens, and `max_completion_length` is None. Set it."),
         (corrects and mode not in allowed, f"`loss_type='vespo'` needs `vllm_importance_sampling_mode` to be one of {allowed}, got {mode!r}. Set it."),
         (args.packing and args.top_entropy_quantile < 1.0, "`packing=True` changes the micro-batches that `top_entropy_quantile` is taken of. Leave `packing` unset."),
-        (args.window > 1 and args.prompt_features == "none", f"`window={args.window}` chooses prompts by forecasts. Set `prompt_features='all'`, or leave `window` unset."),
         (args.window > 1 and args.pruning == "skip", f"`pruning='skip'` makes batches smaller, and `window={args.window}` fills them. Use 'refill' or 'none'."),
-        (args.prompt_features == "columns" and not args.report_by, "`prompt_features='columns'` are those in `report_by`, which is not set. Name some, or use 'text'."),
         (not args.packing and args.max_tokens_per_micro_batch is not None, "`max_tokens_per_micro_batch` needs packing, which is off. Leave it unset."),
     ]  # fmt: skip
 
@@ -149,6 +145,7 @@ def _of_data(
     has_planner: bool,
     group_reward: str | None,
     sampler: str | None,
+    window: int,
 ) -> Contradictions:
     """List what contradicts the data and the objects passed; `planner` and `sampler` are the user's own, if any."""
     pruning, prunes, aggregation = args.pruning, args.pruning in ("refill", "skip"), args.multi_objective_aggregation
@@ -159,7 +156,7 @@ def _of_data(
     writes_prompts, self_play = args.self_play["instruct"], "`self_play={'instruct': True}`"
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
     overlaps, overlap = args.overlap != "none", "`overlap='one_step'`"
-    features = f"`prompt_features={args.prompt_features!r}`"
+    ahead = f"`window={window}`"
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
     return [
@@ -167,9 +164,9 @@ def _of_data(
         (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
         (streamed and not uniform, f"{controller_name} {needs}. Use `strategy='exact'` (`controller='uniform'`), {instead}."),
         (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
-        (args.prompt_features != "none" and not _has_readable_prompts(dataset), f"{features} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed and has no other name for it. Leave it unset, or rename the column."),
-        (args.prompt_features != "none" and writes_prompts, f"{features} forecasts prompts of a pass, and {self_play} has none. Leave it unset."),
-        (args.window > 1 and sampler, f"`{sampler}` orders the prompts, and `window={args.window}` another way. Leave `window` unset, or remove it."),
+        (window > 1 and not _has_readable_prompts(dataset), f"{ahead} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset."),
+        (window > 1 and writes_prompts, f"{ahead} chooses among the prompts of a pass, and {self_play} has none. Leave it unset."),
+        (window > 1 and sampler, f"`{sampler}` orders the prompts, and {ahead} another way. Leave `window` unset, or remove it."),
         (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {planner_name} was passed to rank them. Set 'refill' or 'skip'."),
         (controller.draws_prompts and pruning == "skip", f"`pruning='skip'` makes batches smaller, and {controller_name} fills them. Use 'refill' or 'none'."),
         (normalizes and not uniform, f"`multi_objective_aggregation={aggregation!r}` needs groups of one size, and {controller_name} draws others. Use 'sum_then_normalize'."),
@@ -266,18 +263,14 @@ def _has_readable_prompts(dataset: Any) -> bool:
     return is_read and ("prompt" in dataset.column_names or dataset.format["type"] == "custom")
 
 
-def _resolved_choice(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> dict[str, Any]:
+def _resolved_window(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> int:
     """
-    Return `prompt_features` and `window`. Values of the strategy become "none" and 1 where prompts cannot be read and ranked before
-    their batch; a transform of the training set may take long, or draw random numbers.
+    Return `window`. The strategy's becomes 1 where prompts cannot be read and ranked before their batch, or only through a transform of
+    the training set, which may take long, or draw random numbers.
     """
     can_rank = _has_readable_prompts(dataset) and dataset.format["type"] != "custom"
     can_rank = can_rank and sampler is None and not args.self_play["instruct"]
-    defaults, otherwise = args.defaults(), {"prompt_features": "none", "window": 1}
-    return {
-        name: otherwise[name] if not can_rank and getattr(args, name) == defaults[name] else getattr(args, name)
-        for name in otherwise
-    }
+    return args.window if can_rank or args.window != args.defaults()["window"] else 1
 
 
 def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, has_planner: bool, sampler: str | None) -> str:

@@ -124,14 +124,11 @@ class LZEGRPOConfig(GRPOConfig):
             each pass re-checks, at least one). `"greso"`: `exploration` (0.5, the probability to roll out after one visit
             without signal), `target` (0.25, the wanted share of dead groups) and `step` (0.01).
 
-        prompt_features (`str`, *optional*, defaults to `"none"`):
-            Features by which prompts that were never visited are forecast: `"columns"` (the values of the columns in `report_by`),
-            `"text"`, `"all"` (both) or `"none"`. The gate can then skip such prompts, as it skips others. With `strategy="gate"`, `"text"`,
-            or with `report_by` `"all"`; `"none"` where prompts cannot be read ahead.
         window (`int`, *optional*, defaults to `1`):
-            Number of batches to look ahead. A batch takes the prompts whose groups are the likeliest to be alive; the others wait until
-            the end of the pass. Nine in ten of those that are forecast dead then move to the next pass. 1 keeps the order. Needs
-            `prompt_features`. With `strategy="gate"`, 4 if it has such features.
+            Number of batches to look ahead. A batch takes the prompts whose groups are the likeliest to be alive, as forecast from earlier
+            visits, or for new prompts from their text and the columns in `report_by`; the others wait until the end of the pass. Nine in
+            ten of those that are forecast dead then move to the next pass. 1 keeps the order. 4 with `strategy="gate"`, unless
+            `pruning="skip"` is set or prompts cannot be read ahead.
 
         > Parameters that control how many completions a prompt gets
 
@@ -237,7 +234,6 @@ class LZEGRPOConfig(GRPOConfig):
     pruning: Literal["none", "skip", "refill", None] = None
     planner: Literal[*PLANNERS, None] = None  # type: ignore[valid-type]
     planner_kwargs: Settings = None  # type: ignore[assignment]
-    prompt_features: Literal["none", "columns", "text", "all", None] = None
     window: int = None  # type: ignore[assignment]  # `None` until `__post_init__`: by the strategy
     controller: Literal[*CONTROLLERS, None] = None  # type: ignore[valid-type]
     controller_kwargs: Settings = None  # type: ignore[assignment]
@@ -298,9 +294,7 @@ class LZEGRPOConfig(GRPOConfig):
     def _adapted(self) -> dict[str, Any]:
         """Return what a strategy changes for settings that it would otherwise ignore or refuse."""
         if self.strategy == "gate":
-            if self.pruning == "skip" or self.prompt_features == "none":
-                return {"prompt_features": "none", "window": 1}
-            return {"prompt_features": "all"} if self.report_by else {}
+            return {"window": 1} if self.pruning == "skip" else {}
         if self.strategy != DEFAULT:
             return {}
         if self.advantage_estimator != "grpo":  # groups with equal rewards have a gradient

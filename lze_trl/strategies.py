@@ -17,7 +17,6 @@ BASE: dict[str, Any] = {
     "selection_ratio": 0.4,
     "loss_normalizer": "selected",
     "planner": "solved",
-    "prompt_features": "none",
     "window": 1,
     "controller": "uniform",
     "scale_rewards": "group",
@@ -31,8 +30,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     # the most promising prompts of the next four batches, one completion of each, and the others of a group if it is likely to be
     # alive; further prompts make up for the live groups that are missed
     "gate": _OVER_ALL
-    | {"pruning": "none", "prompt_features": "text", "window": 4}
-    | {"controller": "gate", "controller_kwargs": {"hold": "signal"}},
+    | {"pruning": "none", "window": 4, "controller": "gate", "controller_kwargs": {"hold": "signal"}},
     # the 40 % of the groups with the highest energy; the slots of solved prompts go to others
     "lze": {},
     # every group, in TRL's micro-batches: plain TRL

@@ -151,7 +151,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     """Fingerprint of the weights that vLLM has loaded; `None` if it has to load them before it generates."""
 
     resolved: dict[str, Any]
-    """Values of settings that depend on the training set: `pruning`, `deduplicate`, `prompt_features` and `window`."""
+    """Values of settings that depend on the training set: `pruning`, `deduplicate` and `window`."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         dataset, controller, resolved = checks.prepare(
             self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector
         )
-        for name in ("pruning", "prompt_features", "window"):
+        for name in ("pruning", "window"):
             if resolved[name] != self.resolved[name]:
                 raise ValueError(
                     f"With this `train_dataset`, `{name}` would be {resolved[name]!r}, and this trainer has {self.resolved[name]!r}. Make "
@@ -503,8 +503,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         """Yield a copy of this trainer with other `settings` and fresh parts. What it rolls out and computes leaves no trace in this one."""
         args = copy.copy(self.args)
         vars(args).update(settings | {"self_play": self.args.self_play | {"instruct": False}})
-        in_order = {"pruning": "none", "prompt_features": "none", "window": 1}
-        own = {"args": args, "resolved": self.resolved | in_order}
+        own = {"args": args, "resolved": {**self.resolved, "pruning": "none", "window": 1}}
         with side_effect_free_copy(self, reward_notes=RewardNotes(), episodes=Episodes(), **own) as view:
             view._build_parts(args.make_planner(), args.make_controller(), args.make_selector(), None, recurring=True)
             yield view

@@ -347,7 +347,7 @@ def test_prompts_that_a_gate_stopped_stay_in_their_state_and_unseen_ones_are_cou
 
 
 def test_forecasts_of_new_prompts_are_set_against_what_came_of_them(runs, tmp_path):
-    settings = {"strategy": "exact", "prompt_features": "text", "telemetry": True, "max_steps": 6}
+    settings = {"strategy": "exact", "window": 2, "telemetry": True, "max_steps": 6}
     tiny.run(tmp_path, dataset=tiny.prompts(40), **settings)
     run, title = open_run(tmp_path), "New prompts: forecast and truth"
     shown = shown_lines(charts.overview(run))[title]["share of live groups"]

@@ -151,7 +151,7 @@ def test_where_it_has_stopped_the_gate_the_run_is_that_of_exact(tmp_path):
     gate = tiny.make(tmp_path / "gate", strategy="gate", **settings)
     gate.generation_step.rounds.guard.draws_whole = True
     gate.train()
-    exact = tiny.run(tmp_path / "exact", strategy="exact", prompt_features="text", window=4, **settings)
+    exact = tiny.run(tmp_path / "exact", strategy="exact", window=4, **settings)
     assert moved(exact) > 1e-3
     assert distance(gate, exact) < 1e-5
     assert gate.ledger.rows_rolled_out == exact.ledger.rows_rolled_out == 3 * 12

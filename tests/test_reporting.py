@@ -24,7 +24,7 @@ def test_documented_metrics_are_those_that_are_logged(tmp_path):
     for controller in (
         {},
         {"controller": "dynamic", "selector": "zero_variance", "selection_ratio": 1.0},
-        {"strategy": "gate", "controller_kwargs": {"explore": 0.5}, "prompt_features": "text"},
+        {"strategy": "gate", "controller_kwargs": {"explore": 0.5}},
         {"self_play": {"instruct": True, "examples": 1, "own": 1, "overlap": 0.99}},
     ):
         own = {"instruction": writing} if "self_play" in controller else None

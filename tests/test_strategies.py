@@ -63,7 +63,7 @@ def test_what_is_given_besides_wins(tmp_path, name):
         changed = {key for key, before in values(usual).items() if values(args)[key] != before}
         changed -= {"controller_kwargs"} if field == "controller" else set()
         if (name, field) == ("gate", "pruning"):  # with which it chooses no prompts
-            changed -= {"controller_kwargs", "prompt_features", "window"}
+            changed -= {"controller_kwargs", "window"}
         # The quota is that of a ranking
         assert changed <= ({field, "selector"} if (name, field) == (DEFAULT, "selection_ratio") else {field})
     # Also where what is given is what the default strategy has
@@ -138,37 +138,30 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
 @pytest.mark.parametrize(
     ("given", "chosen"),
     [
-        ({}, ("signal", "text", 4)),
-        ({"report_by": ["kind"]}, ("signal", "all", 4)),
-        ({"prompt_features": "none"}, ("signal", "none", 1)),
-        ({"window": 1}, ("signal", "text", 1)),
-        ({"pruning": "refill"}, ("signal", "text", 4)),
-        ({"pruning": "skip"}, ("nothing", "none", 1)),  # which makes batches smaller
-        ({"controller": "uniform"}, (None, "text", 4)),
+        ({}, ("signal", 4)),
+        ({"window": 1}, ("signal", 1)),
+        ({"pruning": "refill"}, ("signal", 4)),
+        ({"pruning": "skip"}, ("nothing", 1)),  # which makes batches smaller
+        ({"controller": "uniform"}, (None, 4)),
     ],
 )
 def test_the_gate_chooses_prompts_ahead_and_holds_the_signal(tmp_path, given, chosen):
     args = tiny.config(tmp_path, strategy="gate", **given)
-    assert (args.controller_kwargs.get("hold"), args.prompt_features, args.window) == chosen
-    defaults = tiny.config(tmp_path, strategy="gate", **{**given, "window": 7}).defaults()
-    assert defaults["window"] == (1 if given.get("prompt_features") == "none" or "skip" in given.values() else 4)
+    assert (args.controller_kwargs.get("hold"), args.window) == chosen
 
 
 def test_the_gate_keeps_to_the_order_where_prompts_cannot_be_read_ahead(tmp_path):
-    def resolved(dataset, sampler=None, given=None, **settings) -> tuple:
+    def window(dataset, sampler=None, given=None, **settings) -> int:
         args = tiny.config(tmp_path, strategy="gate", **settings)
-        resolved = prepare(args, dataset, [tiny.even_length_reward], given or {}, own_sampler=sampler)[2]
-        return resolved["prompt_features"], resolved["window"]
+        return prepare(args, dataset, [tiny.even_length_reward], given or {}, own_sampler=sampler)[2]["window"]
 
-    assert resolved(tiny.prompts(7)) == ("text", 4)
-    assert resolved(tiny.prompts(7).with_transform(dict)) == ("none", 1)  # it may take long, or draw
-    assert resolved(tiny.prompts(7), "Mine._get_train_sampler") == ("none", 1)
-    assert resolved(tiny.prompts(7), self_play={"instruct": True}, max_steps=2) == ("none", 1)
-    assert resolved(None, given={"environment_factory": object}) == ("none", 1)
+    assert window(tiny.prompts(7)) == 4
+    assert window(tiny.prompts(7).with_transform(dict)) == 1  # it may take long, or draw
+    assert window(tiny.prompts(7), "Mine._get_train_sampler") == 1
+    assert window(tiny.prompts(7), self_play={"instruct": True}, max_steps=2) == 1
+    assert window(None, given={"environment_factory": object}) == 1
     with pytest.raises(ValueError, match="orders the prompts, and `window=2`"):
-        resolved(tiny.prompts(7), "Mine._get_train_sampler", window=2)
-    with pytest.raises(ValueError, match=r"`prompt_features='all'` forecasts prompts of a pass"):
-        resolved(tiny.prompts(7), prompt_features="all", self_play={"instruct": True}, max_steps=2)
+        window(tiny.prompts(7), "Mine._get_train_sampler", window=2)
     with pytest.raises(ValueError, match=r"`pruning='skip'` makes batches smaller, and `Gate` fills them"):
         tiny.make(tmp_path, strategy="gate", pruning="skip", controller_kwargs={"hold": "signal"})
 

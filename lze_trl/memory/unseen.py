@@ -1,7 +1,7 @@
 """Forecasts from the prompt itself, before its first completion: from its text, and from columns of the data that the user names."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -9,7 +9,6 @@ import xxhash
 from .regression import OnlineRegression, log_odds
 
 
-Features = Literal["columns", "text", "all"]
 Reader = Callable[[np.ndarray], list[tuple[str, list[tuple[str, Any]]]]]
 """Gives the texts of prompts by their ids, and for each the names and values of its columns."""
 
@@ -52,13 +51,13 @@ def _mixed(codes: np.ndarray) -> np.ndarray:
 
 class Unseen:
     """
-    Logistic regression of "the group is alive" on numbers of the prompt itself, with the log-odds of the base rate of new prompts as offset, see
+    Logistic regression of "the group is alive" on numbers of a prompt's text, and with `columns` of its columns, with the log-odds of the base rate of new prompts as offset, see
     [`OnlineRegression`]. It forecasts prompts that were never visited, as long as its forecasts of them have been better (Brier score)
     than their base rate. Nothing is stored for a prompt.
     """
 
-    def __init__(self, features: Features = "all"):
-        self.features = features
+    def __init__(self, columns: bool = True):
+        self.columns = columns
         self._read: Reader = lambda prompt_ids: []
         size = len(self._numbers("", []))
         self.model = OnlineRegression(1 + size)
@@ -71,8 +70,7 @@ class Unseen:
         self._read, self._known = read, {}
 
     def _numbers(self, text: str, columns: list[tuple[str, Any]]) -> np.ndarray:
-        parts = {"columns": lambda: column_numbers(columns), "text": lambda: text_numbers(text)}
-        return np.concatenate([make() for name, make in parts.items() if self.features in (name, "all")])
+        return np.append(column_numbers(columns), text_numbers(text)) if self.columns else text_numbers(text)
 
     def _inputs(self, ids: np.ndarray) -> np.ndarray:
         """Return the numbers of prompts, `(P, F)`."""
@@ -85,14 +83,12 @@ class Unseen:
         return np.stack([self._known[i] for i in ids.tolist()])
 
     def _examples(self, raw: np.ndarray) -> np.ndarray:
-        """Return features of prompts, `(P, 1 + F)`: a constant, and their numbers, standardised if they are of the text."""
-        x = raw.copy()
-        if self.features != "columns":
-            of_text = slice(-_TEXT_NUMBERS - 1, None)
-            count, total, squares = self._moments[:, of_text]
-            mean = total / np.maximum(count, 1.0)
-            deviation = np.sqrt(np.maximum(squares / np.maximum(count, 1.0) - mean**2, 1e-12))
-            x[:, of_text] = _SCALE * np.clip((x[:, of_text] - mean) / deviation, -_MOST, _MOST)
+        """Return features of prompts, `(P, 1 + F)`: a constant, and their numbers, those of the text standardised."""
+        x, of_text = raw.copy(), slice(-_TEXT_NUMBERS - 1, None)
+        count, total, squares = self._moments[:, of_text]
+        mean = total / np.maximum(count, 1.0)
+        deviation = np.sqrt(np.maximum(squares / np.maximum(count, 1.0) - mean**2, 1e-12))
+        x[:, of_text] = _SCALE * np.clip((x[:, of_text] - mean) / deviation, -_MOST, _MOST)
         return np.concatenate([np.ones((len(x), 1)), x], axis=1)
 
     def alive(
@@ -132,7 +128,7 @@ class Unseen:
         return self.model.state_dict() | {"moments": self._moments}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint; one of a run with other `features` has nothing to continue from."""
+        """Continue from a checkpoint; one of a run with or without `columns` has nothing to continue from."""
         if state["moments"].shape == self._moments.shape:
             self.model.load_state_dict(state)
             self._moments = state["moments"].copy()
