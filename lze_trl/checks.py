@@ -65,12 +65,14 @@ def prepare(
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:
         controller = args.make_controller()
-        by_default = args.defaults()["controller_kwargs"].get("hold", "nothing") if own_sampler else "nothing"
-        if isinstance(controller, Gate) and controller.hold == by_default != "nothing":
+        if (
+            own_sampler
+            and isinstance(controller, Gate)
+            and args.defaults()["controller_kwargs"]["hold"] == controller.hold
+        ):
             controller = replace(controller, hold="nothing")
             logger.warning(
-                "`%s` orders the prompts, so the gate draws no further ones (no `hold`), and none from a `window`.",
-                own_sampler,
+                "`%s` orders the prompts, so the gate draws no others (no `hold` and `window`).", own_sampler
             )
     group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     group_reward = get_callable_name(group_rewards[0]) if group_rewards else None
@@ -164,7 +166,7 @@ def _of_data(
         (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
         (streamed and not uniform, f"{controller_name} {needs}. Use `strategy='exact'` (`controller='uniform'`), {instead}."),
         (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
-        (window > 1 and not _has_readable_prompts(dataset), f"{ahead} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset."),
+        (window > 1 and not (readable and "prompt" in dataset.column_names), f"{ahead} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset."),
         (window > 1 and writes_prompts, f"{ahead} chooses among the prompts of a pass, and {self_play} has none. Leave it unset."),
         (window > 1 and sampler, f"`{sampler}` orders the prompts, and {ahead} another way. Leave `window` unset, or remove it."),
         (planner is not None and pruning == "none", f"`pruning='none'` rolls out every prompt, and {planner_name} was passed to rank them. Set 'refill' or 'skip'."),
@@ -257,19 +259,13 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> An
 # ---- Settings that depend on the data ----
 
 
-def _has_readable_prompts(dataset: Any) -> bool:
-    """Return whether the prompts of a training set can be read before they are rolled out."""
-    is_read = isinstance(dataset, Dataset)
-    return is_read and ("prompt" in dataset.column_names or dataset.format["type"] == "custom")
-
-
 def _resolved_window(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> int:
     """
     Return `window`. The strategy's becomes 1 where prompts cannot be read and ranked before their batch, or only through a transform of
     the training set, which may take long, or draw random numbers.
     """
-    can_rank = _has_readable_prompts(dataset) and dataset.format["type"] != "custom"
-    can_rank = can_rank and sampler is None and not args.self_play["instruct"]
+    can_read = isinstance(dataset, Dataset) and "prompt" in dataset.column_names and dataset.format["type"] != "custom"
+    can_rank = can_read and sampler is None and not args.self_play["instruct"]
     return args.window if can_rank or args.window != args.defaults()["window"] else 1
 
 

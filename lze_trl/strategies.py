@@ -27,8 +27,8 @@ BASE: dict[str, Any] = {
 STRATEGIES: dict[str, dict[str, Any]] = {
     # the updates of plain GRPO, without computing the groups that have no gradient
     DEFAULT: _OVER_ALL | {"deduplicate": False},
-    # the most promising prompts of the next four batches, one completion of each, and the others of a group if it is likely to be
-    # alive; further prompts make up for the live groups that are missed
+    # the most promising prompts of four batches; one completion of each, the others where the group is likely to be alive; and
+    # further prompts, which make up for the live groups that are missed
     "gate": _OVER_ALL
     | {"pruning": "none", "window": 4, "controller": "gate", "controller_kwargs": {"hold": "signal"}},
     # the 40 % of the groups with the highest energy; the slots of solved prompts go to others

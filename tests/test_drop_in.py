@@ -96,7 +96,7 @@ def test_an_own_sampler_orders_the_prompts(tmp_path, caplog, strategy):
     batches = seen_prompts(make(tmp_path, Backwards, strategy=strategy, max_steps=2, **own))
     assert batches[0] == backwards[:3]
     assert {prompt for batch in batches for prompt in batch} == set(backwards[:6])
-    said = {"gate": "so the gate draws no further ones", "lze": "so `pruning` is off"}
+    said = {"gate": "so the gate draws no others", "lze": "so `pruning` is off"}
     assert f"orders the prompts, {said[strategy]}" in caplog.text
 
 

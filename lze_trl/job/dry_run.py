@@ -110,12 +110,11 @@ def uses_ratio(args: LZEGRPOConfig, controller: RolloutController) -> bool:
 def in_force(args: LZEGRPOConfig, controller: RolloutController, resolved: dict[str, Any]) -> str:
     """Name the strategy, and the settings of it that have an effect."""
     ratio = f" of {args.selection_ratio:g}" if uses_ratio(args, controller) else ""
-    by = f" by planner {args.planner}" if resolved["pruning"] != "none" else ""
-    window = f", window {resolved['window']}" if resolved["window"] > 1 else ""
-    chosen = (
-        f"selector {args.selector}{ratio}, controller {args.controller}, pruning {resolved['pruning']}{by}{window}"
+    pruning = (
+        resolved["pruning"] if resolved["pruning"] == "none" else f"{resolved['pruning']} by planner {args.planner}"
     )
-    return f"{args.strategy}: {chosen}"
+    of_prompts = f"pruning {pruning}, window {resolved['window']}"
+    return f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, {of_prompts}"
 
 
 def backend(args: LZEGRPOConfig) -> str:

@@ -30,9 +30,9 @@ class OnlineRegression:
 
     @property
     def better(self) -> bool:
-        """Whether the model has been better than the offset, and not only as good."""
+        """Whether the model has been clearly better than what it was compared with: luck alone rarely gives a tenth."""
         model, offset = self._scores
-        return bool(model < offset)
+        return bool(model < 0.9 * offset)
 
     def forecasts(self, offset: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""

@@ -16,6 +16,7 @@ _COLUMN_NUMBERS = _TEXT_NUMBERS = 32
 _GRAMS = (1, 2, 3)  # bytes of the pieces that a text is cut into
 _READ = 2048  # bytes that are read of either end of a text
 _SCALE = 0.25  # of the numbers of a text: together their prior is about as wide as that of one column
+_RATE_MEMORY = 0.9  # weight of earlier batches in the base rate: the policy changes
 _KEPT = 16_384  # prompts whose numbers are kept for the next call
 _MOST = 3.0  # standard deviations at which the numbers of a text are cut
 
@@ -51,9 +52,9 @@ def _mixed(codes: np.ndarray) -> np.ndarray:
 
 class Unseen:
     """
-    Logistic regression of "the group is alive" on numbers of a prompt's text, and with `columns` of its columns, with the log-odds of the base rate of new prompts as offset, see
-    [`OnlineRegression`]. It forecasts prompts that were never visited, as long as its forecasts of them have been better (Brier score)
-    than their base rate. Nothing is stored for a prompt.
+    Logistic regression of "the group is alive" on numbers of a prompt's text, and with `columns` of its columns, with the log-odds of the
+    base rate of new prompts as offset, see [`OnlineRegression`]. It forecasts prompts that were never visited, as long as its forecasts of
+    them have been clearly better (Brier score) than the base rate of the latest ones. Nothing is stored for a prompt.
     """
 
     def __init__(self, columns: bool = True):
@@ -62,6 +63,9 @@ class Unseen:
         size = len(self._numbers("", []))
         self.model = OnlineRegression(1 + size)
         self._moments = np.zeros((3, size))  # number, sum and sum of squares of what was seen
+        self._rate = np.array(
+            [0.5, 1.0]
+        )  # decayed: live groups of new prompts, and all, with half a group assumed alive
         self._known: dict[int, np.ndarray] = {}
         self._metrics: dict[str, float] = {}
 
@@ -112,8 +116,10 @@ class Unseen:
         raw, offset = self._inputs(ids), np.tile(log_odds(base), 2)
         true, shares = np.repeat([True, False], len(ids)), np.append(alive, 1.0 - alive)
         forecasts = self.model.forecasts(offset, np.tile(self._examples(raw), (2, 1)))
-        scored = shares * np.tile(counts, 2)
-        quality = self.model.score(*forecasts, true, scored) | {"used": float(self.model.better)}
+        scored, (live, total) = shares * np.tile(counts, 2), self._rate
+        base_rate = np.full(len(true), live / total)
+        quality = self.model.score(forecasts[0], base_rate, true, scored) | {"used": float(self.model.better)}
+        self._rate = _RATE_MEMORY * self._rate + np.array([counts @ alive, counts.sum()])
         if scored[true].any() and scored[~true].any():
             quality["auc"] = auc(forecasts[0], true, scored)
         self._metrics = {f"unseen_{name}": value for name, value in quality.items()}
@@ -125,13 +131,13 @@ class Unseen:
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        return self.model.state_dict() | {"moments": self._moments}
+        return self.model.state_dict() | {"moments": self._moments, "rate": self._rate}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint; one of a run with or without `columns` has nothing to continue from."""
         if state["moments"].shape == self._moments.shape:
             self.model.load_state_dict(state)
-            self._moments = state["moments"].copy()
+            self._moments, self._rate = state["moments"].copy(), state["rate"].copy()
 
 
 def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
