@@ -30,9 +30,9 @@ class OnlineRegression:
 
     @property
     def better(self) -> bool:
-        """Whether the model has been clearly better than what it was compared with: luck alone rarely gives a tenth."""
+        """Whether the model has been clearly better than what it was compared with: luck alone seldom gives a twentieth."""
         model, offset = self._scores
-        return bool(model < 0.9 * offset)
+        return bool(model < 0.95 * offset)
 
     def forecasts(self, offset: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""
@@ -46,19 +46,19 @@ class OnlineRegression:
     def score(self, model: np.ndarray, offset: np.ndarray, true: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """Score the two forecasts of a batch, see [`learn`]. Returns the `brier` score of the one in use."""
         expected = model if self.used else offset
-        errors = [float((counts * (forecast - true) ** 2).sum()) for forecast in (model, offset)]
+        errors = [float(counts @ _squared(forecast, true)) for forecast in (model, offset)]
         self._scores = SCORE_MEMORY * self._scores + np.array(errors)
-        return {"brier": float(np.average((expected - true) ** 2, weights=counts))} if len(true) else {}
+        return {"brier": float(np.average(_squared(expected, true), weights=counts))} if len(true) else {}
 
     def learn(self, offset: np.ndarray, x: np.ndarray, true: np.ndarray, counts: np.ndarray):
-        """Learn from examples, `true` or not, that count `counts`, `(P,)`: weights go to their posterior's mode."""
+        """Learn from examples, `true`, not, or in part, that count `counts`, `(P,)`: weights go to their posterior's mode."""
         prior = _PRIOR_PRECISION * np.eye(x.shape[1])
         before = _FORGETTING * self.precision + (1.0 - _FORGETTING) * prior
         center = np.linalg.solve(before, _FORGETTING * self.precision @ self.weights)
 
         def loss(weights: np.ndarray) -> float:
             z, moved = offset + x @ weights, weights - center
-            fit = (counts * np.logaddexp(0.0, z)).sum() - (counts * z)[true].sum()
+            fit = counts @ (np.logaddexp(0.0, z) - true * z)
             return float(fit + moved @ before @ moved / 2.0)
 
         self.weights = center
@@ -79,6 +79,11 @@ class OnlineRegression:
     def load_state_dict(self, state: dict[str, np.ndarray]):
         self.weights, self.precision = state["weights"].copy(), state["precision"].copy()
         self._scores = state["scores"].copy()
+
+
+def _squared(forecast: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """Return the expected squared error of forecasts of what is `true` with a probability, 0 or 1 where it is known."""
+    return forecast**2 + true * (1.0 - 2.0 * forecast)
 
 
 def log_odds(chance: np.ndarray) -> np.ndarray:

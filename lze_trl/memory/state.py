@@ -123,7 +123,7 @@ class PromptState:
         scored = ~np.isnan(groups.pass_rates)
         ids = groups.prompt_ids[scored]
         size, alive = smallest_group_aliveness(rollouts)
-        self._fit_unseen(ids, size, alive[scored], np.ones(len(ids)))
+        self._fit_unseen(ids, size, groups.pass_rates[scored], alive[scored], np.ones(len(ids)))
         self.foresight.fit(self.history(ids), size, alive[scored], learn=size > 1)
 
     def _learn_from_gated_groups(self, groups: Table, rollouts: Batch, completion_probability: np.ndarray):
@@ -137,17 +137,19 @@ class PromptState:
             start = np.ones(len(groups))
             if "start_probability" in rollouts.prompts:
                 start = rollouts.prompts.start_probability
-            self._fit_unseen(groups.prompt_ids[scored], self.group_size, alive[scored], 1.0 / start[scored])
+            first = rollouts.outcomes[rollouts.first_rows]
+            outcomes = np.where(np.isnan(first), groups.pass_rates, first)
+            ids, counts = groups.prompt_ids[scored], 1.0 / start[scored]
+            self._fit_unseen(ids, self.group_size, outcomes[scored], alive[scored], counts)
         self.threshold.fit(prompts, rollouts, represents)
         history, sizes = self.history(groups.prompt_ids[complete]), rollouts.sizes[complete]
         self.foresight.fit(history, sizes, rollouts.alive[complete], counts=represents[complete])
 
-    def _fit_unseen(self, ids: np.ndarray, size: int, alive: np.ndarray, counts: np.ndarray):
-        """Let forecasts of new prompts learn how likely groups are `alive`, each for `counts` prompts, `(P,)`."""
+    def _fit_unseen(self, ids: np.ndarray, size: int, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray):
+        """Let forecasts of new prompts learn from `outcomes`, and how likely groups are `alive`, each for `counts` prompts, `(P,)`."""
         if self.unseen is not None and size > 1:
-            history = self.history(ids)
-            new, base = history.visits == 0, self.foresight.alive(history, size)
-            self.unseen.fit(ids[new], base[new], alive[new], counts[new])
+            new = self.history(ids).visits == 0
+            self.unseen.fit(ids[new], outcomes[new], alive[new], counts[new], size)
 
     def store(self, groups: Table, means: np.ndarray, num_scored: np.ndarray, stopped: np.ndarray):
         """Store scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
@@ -239,7 +241,7 @@ class PromptState:
         alive, new = self.foresight.alive(history, self.group_size), history.visits == 0
         drawn = alive.copy()
         if self.unseen is not None and new.any():
-            alive[new], drawn[new] = self.unseen.alive(prompt_ids[new], alive[new], rng)
+            alive[new], drawn[new] = self.unseen.alive(prompt_ids[new], alive[new], self.group_size, rng)
         return alive, drawn
 
     def _records(self, prompt_ids: np.ndarray) -> np.ndarray:

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ..batch import section
+from .posterior import dead_probability
 from .regression import OnlineRegression, log_odds
 
 
@@ -16,7 +18,7 @@ _COLUMN_NUMBERS = _TEXT_NUMBERS = 32
 _GRAMS = (1, 2, 3)  # bytes of the pieces that a text is cut into
 _READ = 2048  # bytes that are read of either end of a text
 _SCALE = 0.25  # of the numbers of a text: together their prior is about as wide as that of one column
-_RATE_MEMORY = 0.9  # weight of earlier batches in the base rate: the policy changes
+_MEMORY = 0.9  # weight of earlier batches in the rates of late
 _KEPT = 16_384  # prompts whose numbers are kept for the next call
 _MOST = 3.0  # standard deviations at which the numbers of a text are cut
 
@@ -52,20 +54,19 @@ def _mixed(codes: np.ndarray) -> np.ndarray:
 
 class Unseen:
     """
-    Logistic regression of "the group is alive" on numbers of a prompt's text, and with `columns` of its columns, with the log-odds of the
-    base rate of new prompts as offset, see [`OnlineRegression`]. It forecasts prompts that were never visited, as long as its forecasts of
-    them have been clearly better (Brier score) than the base rate of the latest ones. Nothing is stored for a prompt.
+    Forecasts prompts that were never visited. A logistic regression on numbers of a prompt's text, and with `columns` of its columns,
+    forecasts the pass rate, see [`OnlineRegression`]; it learns from first completions, which are drawn whatever a gate then decides. That
+    a group is alive follows from a Beta distribution of this mean with a + b = 1, and from a constant that is learned as well. It is used
+    as long as it has been clearly better (Brier score) than the share of live groups of late. Nothing is stored for a prompt.
     """
 
     def __init__(self, columns: bool = True):
         self.columns = columns
         self._read: Reader = lambda prompt_ids: []
         size = len(self._numbers("", []))
-        self.model = OnlineRegression(1 + size)
+        self.rates, self.model = OnlineRegression(1 + size), OnlineRegression(1)
         self._moments = np.zeros((3, size))  # number, sum and sum of squares of what was seen
-        self._rate = np.array(
-            [0.5, 1.0]
-        )  # decayed: live groups of new prompts, and all, with half a group assumed alive
+        self._recent = np.array([0.5, 0.5, 1.0])  # decayed: outcomes, live groups, prompts; one prompt is made up
         self._known: dict[int, np.ndarray] = {}
         self._metrics: dict[str, float] = {}
 
@@ -95,49 +96,65 @@ class Unseen:
         x[:, of_text] = _SCALE * np.clip((x[:, of_text] - mean) / deviation, -_MOST, _MOST)
         return np.concatenate([np.ones((len(x), 1)), x], axis=1)
 
+    def _log_odds_alive(self, pass_rates: np.ndarray, size: int) -> np.ndarray:
+        rates = np.clip(pass_rates, 1e-4, 1.0 - 1e-4)
+        return log_odds(1.0 - dead_probability(rates, 1.0 - rates, size))
+
     def alive(
-        self, ids: np.ndarray, base: np.ndarray, rng: np.random.Generator | None = None
+        self, ids: np.ndarray, base: np.ndarray, size: int, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the probability that the groups of new prompts are alive, and with `rng` a draw of it, `(P,)` each; `base` twice while that is better."""
+        """
+        Return the probability that groups of `size` completions of new prompts are alive, and with `rng` a draw of it, `(P,)` each;
+        `base` twice while the forecasts are not clearly better.
+        """
         if not self.model.better:
             return base, base
-        x, offset = self._examples(self._inputs(ids)), log_odds(base)
-        chances, _ = self.model.forecasts(offset, x)
-        return chances, chances if rng is None else self.model.drawn(offset, x, rng)
+        x, constant = self._examples(self._inputs(ids)), np.ones((len(ids), 1))
+        offset = np.full(len(ids), log_odds(self._recent[0] / self._recent[2]))
+        rates = [self.rates.forecasts(offset, x)[0]]
+        if rng is not None:
+            rates.append(self.rates.drawn(offset, x, rng))
+        chances = [self.model.forecasts(self._log_odds_alive(rate, size), constant)[0] for rate in rates]
+        return chances[0], chances[-1]
 
-    def fit(self, ids: np.ndarray, base: np.ndarray, alive: np.ndarray, counts: np.ndarray):
+    def fit(self, ids: np.ndarray, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray, size: int):
         """
-        Score the forecasts of the new prompts of a batch, then learn from it: from how likely it is by now that their groups are `alive`,
-        `(P,)`, 0 or 1 for a whole group. `base` is what was known of them without their numbers, and each scores as `counts` prompts.
+        Score the forecasts of the new prompts of a batch, then learn from it, `(P,)` each: from the `outcomes` of first completions, and
+        from how likely it is by now that groups of `size` are `alive`, 0 or 1 for a whole group. Each scores as `counts` prompts.
         """
         self._metrics = {}
         if not len(ids):
             return
-        raw, offset = self._inputs(ids), np.tile(log_odds(base), 2)
-        true, shares = np.repeat([True, False], len(ids)), np.append(alive, 1.0 - alive)
-        forecasts = self.model.forecasts(offset, np.tile(self._examples(raw), (2, 1)))
-        scored, (live, total) = shares * np.tile(counts, 2), self._rate
-        base_rate = np.full(len(true), live / total)
-        quality = self.model.score(forecasts[0], base_rate, true, scored) | {"used": float(self.model.better)}
-        self._rate = _RATE_MEMORY * self._rate + np.array([counts @ alive, counts.sum()])
-        if scored[true].any() and scored[~true].any():
-            quality["auc"] = auc(forecasts[0], true, scored)
+        raw, constant = self._inputs(ids), np.ones((len(ids), 1))
+        pass_rate, live_share = self._recent[:2] / self._recent[2]
+        offset = np.full(len(ids), log_odds(pass_rate))
+        by_rate = self._log_odds_alive(self.rates.forecasts(offset, self._examples(raw))[0], size)
+        forecasts, _ = self.model.forecasts(by_rate, constant)
+        quality = self.model.score(forecasts, np.full(len(ids), live_share), alive, counts)
+        quality["used"] = float(self.model.better)
+        true, shares = np.repeat([True, False], len(ids)), np.append(counts * alive, counts * (1.0 - alive))
+        if shares[true].any() and shares[~true].any():
+            quality["auc"] = auc(np.tile(forecasts, 2), true, shares)
         self._metrics = {f"unseen_{name}": value for name, value in quality.items()}
         self._moments = self._moments + np.stack([np.ones_like(raw), raw, raw**2]).sum(axis=1)
-        self.model.learn(offset, np.tile(self._examples(raw), (2, 1)), true, shares)
+        self.rates.learn(offset, self._examples(raw), outcomes, constant[:, 0])
+        self.model.learn(by_rate, constant, alive, constant[:, 0])
+        self._recent = _MEMORY * self._recent + np.array([outcomes.sum(), alive.sum(), len(ids)])
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last generation batch, over prompts that were never visited before."""
         return self._metrics
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        return self.model.state_dict() | {"moments": self._moments, "rate": self._rate}
+        rates = {f"rates.{name}": array for name, array in self.rates.state_dict().items()}
+        return self.model.state_dict() | rates | {"moments": self._moments, "recent": self._recent}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint; one of a run with or without `columns` has nothing to continue from."""
         if state["moments"].shape == self._moments.shape:
             self.model.load_state_dict(state)
-            self._moments, self._rate = state["moments"].copy(), state["rate"].copy()
+            self.rates.load_state_dict(section(state, "rates"))
+            self._moments, self._recent = state["moments"].copy(), state["recent"].copy()
 
 
 def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
