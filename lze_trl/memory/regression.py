@@ -30,9 +30,9 @@ class OnlineRegression:
 
     @property
     def better(self) -> bool:
-        """Whether the model has been clearly better than what it was compared with: luck alone seldom gives a twentieth."""
+        """Whether the model has been clearly better than what it was compared with: by a twentieth, and by more than chance gives a few examples."""
         model, offset = self._scores
-        return bool(model < 0.95 * offset)
+        return bool(model + 1.0 < 0.95 * offset)
 
     def forecasts(self, offset: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""
