@@ -48,7 +48,7 @@ def half_reward(prompts, completion_ids, **kwargs):
 
 def short_reward(prompts, completion_ids, **kwargs):
     """Passes two in three completions of short prompts."""
-    return [float(ids[0] % 3 > 0) * (len(prompt) < 8) for ids, prompt in zip(completion_ids, prompts, strict=True)]
+    return [float(ids[0] % 3 > 0) * (len(prompt) < 9) for ids, prompt in zip(completion_ids, prompts, strict=True)]
 
 
 def no_reward(completion_ids, **kwargs):

@@ -53,7 +53,8 @@ GUARDED = SETTINGS | {"controller": "gate", "selector": "zero_variance", "reward
 # An even number of completions in each round
 GUARDED |= {"num_generations": 3, "controller_kwargs": {"control": 0.2, "explore": 0.2, "recheck": 1.0}}
 # Prompts whose length says that they are hopeless
-UNSEEN = GUARDED | {"prompts": 80, "reward": "short_reward", "controller_kwargs": {"control": 0.0}}
+UNSEEN = GUARDED | {"prompts": 240, "reward": "short_reward", "controller_kwargs": {"control": 0.0}, "max_steps": 14}
+UNSEEN |= {"gradient_accumulation_steps": 6, "steps_per_generation": 6}
 UNSEEN |= {"strategy": "gate", "window": 2, "save_strategy": "steps", "save_steps": 5}
 TABLE = SETTINGS | {
     "controller": "reinforce_ada_balanced",
