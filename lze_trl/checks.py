@@ -261,11 +261,11 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> An
 
 def _resolved_window(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> int:
     """
-    Return `window`. The strategy's becomes 1 where prompts cannot be read and ranked before their batch, or only through a transform of
-    the training set, which may take long, or draw random numbers.
+    Return `window`. The strategy's becomes 1 where the order is the user's (a sampler, no shuffling), and where prompts cannot be read
+    before their batch, or only through a transform of the training set, which may take long, or draw random numbers.
     """
     can_read = isinstance(dataset, Dataset) and "prompt" in dataset.column_names and dataset.format["type"] != "custom"
-    can_rank = can_read and sampler is None and not args.self_play["instruct"]
+    can_rank = can_read and sampler is None and args.shuffle_dataset and not args.self_play["instruct"]
     return args.window if can_rank or args.window != args.defaults()["window"] else 1
 
 

@@ -128,7 +128,7 @@ class LZEGRPOConfig(GRPOConfig):
             Number of batches to look ahead. A batch takes the prompts whose groups are the likeliest to be alive, as forecast from earlier
             visits, or for new prompts from their text and the columns in `report_by`; the others wait until the end of the pass. Nine in
             ten of those that are forecast dead then move to the next pass. 1 keeps the order. 4 with `strategy="gate"`, unless
-            `pruning="skip"` is set or prompts cannot be read ahead.
+            `pruning="skip"` or `shuffle_dataset=False` is set or prompts cannot be read ahead.
 
         > Parameters that control how many completions a prompt gets
 

@@ -170,6 +170,8 @@ def test_it_draws_one_then_the_others_and_nothing_after():
     assert counts == [[1, 1, 1, 0], [0, 3, 0, 0], [0, 0, 0, 0]]
     begins, finishes, nothing = (controller.probabilities(i, prompts, drawn) for i in range(3))
     assert begins.tolist() == [1.0, 1.0, 1.0, 0.0] and finishes[:3].tolist() == [1e-9, 1.0, 1e-9] and nothing is None
+    hopeless = prompts_of(3, alive=[0.01, 0.03, 0.02], alive_needed=[0.2] * 3)  # a batch is never empty
+    assert controller.probabilities(0, hopeless, drawn).tolist() == [0.0, 1.0, 0.0]
 
 
 def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_to_give():
@@ -180,7 +182,7 @@ def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_t
 
     # 40 begun prompts kept 6 of 9 live groups for 160 completions: half as many again keep as many, twice as many cost as many
     assert further(40, 6, 3, 160) == [0, 5, 10]
-    assert further(40, 6, 3, 160, needed=0.9) == [0, 5, 190]  # of these prompts a tenth is begun
+    assert further(40, 6, 3, 160, needed=0.9) == [0, 5, 95]  # of these prompts one is begun, and a tenth of the others
     assert further(40, 2, 7, 160) == [0, 10, 10]  # not more than plain GRPO's completions
     assert further(40, 1, 9, 40) == [0, 30, 30]  # nor four times its prompts
     # Nothing to go by, or drawn already, or drawn whole by the guard

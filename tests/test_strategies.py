@@ -158,6 +158,7 @@ def test_the_gate_keeps_to_the_order_where_prompts_cannot_be_read_ahead(tmp_path
     assert window(tiny.prompts(7)) == 4
     assert window(tiny.prompts(7).with_transform(dict)) == 1  # it may take long, or draw
     assert window(tiny.prompts(7), "Mine._get_train_sampler") == 1
+    assert window(tiny.prompts(7), shuffle_dataset=False) == 1
     assert window(tiny.prompts(7), self_play={"instruct": True}, max_steps=2) == 1
     assert window(None, given={"environment_factory": object}) == 1
     with pytest.raises(ValueError, match="orders the prompts, and `window=2`"):

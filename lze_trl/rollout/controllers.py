@@ -206,7 +206,10 @@ class Gate(RolloutController):
         if round > 1 or (round > 0 and draws_whole(prompts)):
             return None
         alive, by_chance = (prompts.alive_given_first, self.explore) if round else (prompts.alive, self.recheck)
-        return np.where(alive >= prompts.alive_needed, 1.0, np.maximum(by_chance, self._control(prompts)))
+        found = np.where(alive >= prompts.alive_needed, 1.0, np.maximum(by_chance, self._control(prompts)))
+        if round == 0 and (found < 1.0).all():  # of few prompts, none may reach it: a batch begins one at least
+            found[alive.argmax(keepdims=True)[:1]] = 1.0
+        return found
 
     def draw(self, round: int, prompts: Prompts, drawn: Batch, rng: np.random.Generator) -> np.ndarray:
         probabilities, control = self.probabilities(round, prompts, drawn), self._control(prompts)
