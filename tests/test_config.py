@@ -62,7 +62,7 @@ def test_a_stream_is_neither_pruned_nor_deduplicated_and_one_line_says_so(tmp_pa
     trainer = tiny.make(tmp_path, dataset=tiny.prompts(11).to_iterable_dataset(), save_strategy="steps", save_steps=3)
     lines = [record.getMessage() for record in caplog.records if record.name == "lze_trl.checks"]
     assert len(lines) == 1 and "prompts are neither pruned nor deduplicated" in lines[0]
-    assert trainer.resolved == {"pruning": "none", "deduplicate": False}
+    assert trainer.resolved == {"pruning": "none", "deduplicate": False, "window": 1}
     trainer.train()
     _, meta = load(tmp_path / "checkpoint-3", STATE_NAME)
     assert meta["pruning"] == "none"

@@ -113,7 +113,7 @@ def in_force(args: LZEGRPOConfig, controller: RolloutController, resolved: dict[
     pruning = (
         resolved["pruning"] if resolved["pruning"] == "none" else f"{resolved['pruning']} by planner {args.planner}"
     )
-    of_prompts = f"pruning {pruning}, window {resolved['window']}"
+    of_prompts = f"pruning {pruning}" + (f", window {resolved['window']}" if resolved["window"] > 1 else "")
     return f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, {of_prompts}"
 
 
