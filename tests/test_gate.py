@@ -172,6 +172,7 @@ def test_it_draws_one_then_the_others_and_nothing_after():
     assert begins.tolist() == [1.0, 1.0, 1.0, 0.0] and finishes[:3].tolist() == [1e-9, 1.0, 1e-9] and nothing is None
     hopeless = prompts_of(3, alive=[0.01, 0.03, 0.02], alive_needed=[0.2] * 3)  # a batch is never empty
     assert controller.probabilities(0, hopeless, drawn).tolist() == [0.0, 1.0, 0.0]
+    assert controller.probabilities(0, prompts_of(0), drawn).tolist() == []
 
 
 def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_to_give():
