@@ -207,7 +207,7 @@ class Gate(RolloutController):
             return None
         alive, by_chance = (prompts.alive_given_first, self.explore) if round else (prompts.alive, self.recheck)
         found = np.where(alive >= prompts.alive_needed, 1.0, np.maximum(by_chance, self._control(prompts)))
-        if round == 0 and len(found) and found.max() < 1.0:  # of few prompts, none may reach it: a batch begins one at least
+        if round == 0 and len(found) and found.max() < 1.0:  # a batch begins one prompt at least
             found[np.argmax(alive)] = 1.0
         return found
 
