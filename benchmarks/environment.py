@@ -39,7 +39,7 @@ from .evaluation import Evaluation
 from .kept import KeptRun, tabulate
 from .sampling import spread
 from .settings import made_aside
-from .strategies import BARE_GATE
+from .strategies import BASIC_GATE
 from .tables import table
 from .tasks import CHECKOUT, SHARED
 
@@ -50,9 +50,9 @@ PLAIN = "plain"
 ARMS: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "exact": {"strategy": "exact"},
-    "gate": BARE_GATE,
+    "gate": BASIC_GATE,
     "gate_default": {"strategy": "gate"},
-    "gate_g4": BARE_GATE | {"num_generations": 4},
+    "gate_g4": BASIC_GATE | {"num_generations": 4},
 }
 TITLES = {PLAIN: "plain `trl.GRPOTrainer`", "exact": "`exact`", "gate": "basic `gate`"}
 TITLES |= {"gate_default": "`gate`", "gate_g4": "basic `gate`, 64 prompts × 4"}

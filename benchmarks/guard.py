@@ -30,7 +30,7 @@ from .comparison import smooth
 from .evaluation import Evaluation
 from .kept import KeptRun, tabulate
 from .sampling import spread
-from .strategies import BARE_GATE
+from .strategies import BASIC_GATE
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load, locate, read_rows
 
@@ -185,7 +185,7 @@ def train(run: Run) -> dict[str, Any]:
     args = LZEGRPOConfig(
         **task.training
         | scenario.settings
-        | (BARE_GATE if run.arm == "gate" else {"strategy": run.arm})
+        | (BASIC_GATE if run.arm == "gate" else {"strategy": run.arm})
         | {
             "output_dir": str(folder),
             "learning_rate": task.learning_rate,

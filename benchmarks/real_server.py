@@ -38,7 +38,7 @@ from .evaluation import Evaluation
 from .jobs import has_gpu, make_options
 from .kept import KeptRun, tabulate
 from .sampling import spread
-from .strategies import BARE_GATE
+from .strategies import BASIC_GATE
 from .suite import ready
 from .tables import table
 from .tasks import CHECKOUT, TASKS, load
@@ -53,9 +53,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "exact": {"strategy": "exact"},
     "exact_g4": {"strategy": "exact", "num_generations": 4},
     "gate_default": {"strategy": "gate"},
-    "gate_g8": BARE_GATE,
+    "gate_g8": BASIC_GATE,
     # Kept runs call it so
-    "gate": BARE_GATE | {"num_generations": 4},
+    "gate": BASIC_GATE | {"num_generations": 4},
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
 TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "basic `gate`"}

@@ -32,7 +32,7 @@ from lze_trl.engine import TRLAdapter
 from .environment import make_tokenizer
 from .kept import file_name, tabulate
 from .sampling import spread
-from .strategies import BARE_GATE
+from .strategies import BASIC_GATE
 from .tables import table
 from .tasks import CHECKOUT
 from .timed_server import PASS, Timing, dead_share, on_paper, serving
@@ -43,9 +43,9 @@ PLAIN = "plain"
 ARMS: dict[str, dict[str, Any]] = {
     PLAIN: {"strategy": "grpo"},
     "exact": {"strategy": "exact"},
-    "gate in rounds": BARE_GATE,
-    "gate": BARE_GATE,
-    "gate that holds the signal": BARE_GATE | {"controller_kwargs": {"hold": "signal"}},
+    "gate in rounds": BASIC_GATE,
+    "gate": BASIC_GATE,
+    "gate that holds the signal": BASIC_GATE | {"controller_kwargs": {"hold": "signal"}},
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
 _PASSES, _BEFORE = 4, 2  # over the prompts, and those that are not counted

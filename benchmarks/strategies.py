@@ -137,8 +137,8 @@ STRATEGIES |= {
     end: Strategy(f"{STRATEGIES[name].title}, from a profile", STRATEGIES[name].overrides | {"profile": "state"})
     for name, end in PROFILED.items()
 }
-BARE_GATE = {"strategy": "gate", "window": 1, "controller_kwargs": {"hold": "nothing"}}
-"""Settings of the arm `gate`, the basic one: a batch keeps to its prompts."""
+BASIC_GATE = {"strategy": "gate", "window": 1, "controller_kwargs": {"hold": "nothing"}}
+"""Settings of the basic gate, the arm `gate`: a batch keeps to its prompts."""
 NOT_SETTINGS = ("oracle", "prompts", "alone", "profile")
 """Overrides that are no fields of [`LZEGRPOConfig`]."""
 

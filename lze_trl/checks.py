@@ -64,16 +64,10 @@ def prepare(
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:
-        controller = args.make_controller()
-        if (
-            own_sampler
-            and isinstance(controller, Gate)
-            and args.defaults()["controller_kwargs"]["hold"] == controller.hold
-        ):
+        controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
+        if own_sampler and isinstance(controller, Gate) and "nothing" != controller.hold == usual["hold"]:
             controller = replace(controller, hold="nothing")
-            logger.warning(
-                "`%s` orders the prompts, so the gate draws no others (no `hold` and `window`).", own_sampler
-            )
+            logger.warning("`%s` orders the prompts, so the gate draws no others: `hold` is off.", own_sampler)
     group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
     group_reward = get_callable_name(group_rewards[0]) if group_rewards else None
     if any(isinstance(func, type) for func in group_rewards):

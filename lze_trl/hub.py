@@ -39,12 +39,8 @@ _PRIVATE = (
     *(f"/{store.STATE_NAME}.*", f"{store.ROWS_NAME}_*", "training_args.bin"),
 )
 _PLAIN_TEXTS = ("cause", "name", "ledger")  # text columns without text of the data
-_STATE_PARTS = (
-    "prompts",
-    "foresight",
-    "gate",
-    "unseen",
-)  # what another run begins with, without problems that the model wrote
+_STATE_PARTS = ("prompts", "foresight", "gate", "unseen")
+"""What another run begins with, without problems that the model wrote."""
 _SHOWN_SETTINGS = (
     *("strategy", "selector", "selection_ratio", "controller", "window", "pruning", "planner", "loss_normalizer"),
     *("num_generations", "generation_batch_size", "learning_rate", "loss_type", "scale_rewards", "beta"),

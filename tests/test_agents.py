@@ -276,7 +276,7 @@ def test_other_rows_may_be_assigned_that_have_no_prompt_either(tmp_path):
 def test_without_data_nothing_is_remembered_of_prompts(tmp_path, caplog):
     trainer = train(LZEGRPOTrainer, tmp_path, CASES["no data"], strategy="lze", max_steps=6)
     assert len(trainer.prompt_state) == 0
-    assert trainer.resolved["pruning"] == "none" and not trainer.resolved["deduplicate"]
+    assert trainer.resolved == {"pruning": "none", "deduplicate": False, "window": 1}
     assert sum("none is recognised when it comes again" in record.message for record in caplog.records) == 1
     for setting in ({"pruning": "refill"}, {"planner": "greso"}):
         with pytest.raises(ValueError, match="need prompts that come again, and there is no `train_dataset`"):

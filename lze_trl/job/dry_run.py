@@ -110,11 +110,11 @@ def uses_ratio(args: LZEGRPOConfig, controller: RolloutController) -> bool:
 def in_force(args: LZEGRPOConfig, controller: RolloutController, resolved: dict[str, Any]) -> str:
     """Name the strategy, and the settings of it that have an effect."""
     ratio = f" of {args.selection_ratio:g}" if uses_ratio(args, controller) else ""
-    pruning = (
-        resolved["pruning"] if resolved["pruning"] == "none" else f"{resolved['pruning']} by planner {args.planner}"
-    )
-    of_prompts = f"pruning {pruning}" + (f", window {resolved['window']}" if resolved["window"] > 1 else "")
-    return f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, {of_prompts}"
+    pruning, window = resolved["pruning"], resolved["window"]
+    if pruning != "none":
+        pruning += f" by planner {args.planner}"
+    ahead = f", window {window}" if window > 1 else ""
+    return f"{args.strategy}: selector {args.selector}{ratio}, controller {args.controller}, pruning {pruning}{ahead}"
 
 
 def backend(args: LZEGRPOConfig) -> str:

@@ -30,7 +30,7 @@ class OnlineRegression:
 
     @property
     def better(self) -> bool:
-        """Whether the model has been clearly better than what it was compared with: by a twentieth, and by more than chance gives a few examples."""
+        """Whether the recent squared error of the model is smaller by 5 % and by 1, which a few lucky examples do not give."""
         model, offset = self._scores
         return bool(model + 1.0 < 0.95 * offset)
 

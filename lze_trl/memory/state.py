@@ -148,7 +148,7 @@ class PromptState:
     def _fit_unseen(self, ids: np.ndarray, size: int, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray):
         """Let forecasts of new prompts learn from `outcomes`, and how likely groups are `alive`, each for `counts` prompts, `(P,)`."""
         if self.unseen is not None and size > 1:
-            new = self.history(ids).visits == 0
+            new = self._records(ids)["visits"] == 0
             self.unseen.fit(ids[new], outcomes[new], alive[new], counts[new], size)
 
     def store(self, groups: Table, means: np.ndarray, num_scored: np.ndarray, stopped: np.ndarray):

@@ -18,7 +18,7 @@ _COLUMN_NUMBERS = _TEXT_NUMBERS = 32
 _GRAMS = (1, 2, 3)  # bytes of the pieces that a text is cut into
 _READ = 2048  # bytes that are read of either end of a text
 _SCALE = 0.25  # of the numbers of a text: together their prior is about as wide as that of one column
-_MEMORY = 0.9  # weight of earlier batches in the rates of late
+_MEMORY = 0.9  # weight of earlier batches in the recent pass rate and share of live groups
 _KEPT = 16_384  # prompts whose numbers are kept for the next call
 _MOST = 3.0  # standard deviations at which the numbers of a text are cut
 
@@ -55,16 +55,17 @@ def _mixed(codes: np.ndarray) -> np.ndarray:
 class Unseen:
     """
     Forecasts prompts that were never visited. A logistic regression on numbers of a prompt's text, and with `columns` of its columns,
-    forecasts the pass rate, see [`OnlineRegression`]; it learns from first completions, which are drawn whatever a gate then decides. That
-    a group is alive follows from a Beta distribution of this mean with a + b = 1, and from a constant that is learned as well. It is used
-    as long as it has been clearly better (Brier score) than the share of live groups of late. Nothing is stored for a prompt.
+    forecasts the pass rate, see [`OnlineRegression`]; it learns from whole groups, or where a gate completes some of them, from first
+    completions alone. How likely a group is to be alive follows from a Beta distribution of this mean with a + b = 1; a second
+    regression, on a constant, corrects it. Forecasts are used as long as they are clearly better (Brier score) than the recent share of
+    live groups. Nothing is stored for a prompt.
     """
 
     def __init__(self, columns: bool = True):
         self.columns = columns
         self._read: Reader = lambda prompt_ids: []
         size = len(self._numbers("", []))
-        self.rates, self.model = OnlineRegression(1 + size), OnlineRegression(1)
+        self.rates, self.calibration = OnlineRegression(1 + size), OnlineRegression(1)
         self._moments = np.zeros((3, size))  # number, sum and sum of squares of what was seen
         self._recent = np.array([0.5, 0.5, 1.0])  # decayed: outcomes, live groups, prompts; one prompt is made up
         self._known: dict[int, np.ndarray] = {}
@@ -96,6 +97,9 @@ class Unseen:
         x[:, of_text] = _SCALE * np.clip((x[:, of_text] - mean) / deviation, -_MOST, _MOST)
         return np.concatenate([np.ones((len(x), 1)), x], axis=1)
 
+    def _offset(self, count: int) -> np.ndarray:
+        return np.full(count, log_odds(self._recent[0] / self._recent[2]))
+
     def _log_odds_alive(self, pass_rates: np.ndarray, size: int) -> np.ndarray:
         rates = np.clip(pass_rates, 1e-4, 1.0 - 1e-4)
         return log_odds(1.0 - dead_probability(rates, 1.0 - rates, size))
@@ -107,38 +111,36 @@ class Unseen:
         Return the probability that groups of `size` completions of new prompts are alive, and with `rng` a draw of it, `(P,)` each;
         `base` twice while the forecasts are not clearly better.
         """
-        if not self.model.better:
+        if not self.calibration.better:
             return base, base
-        x, constant = self._examples(self._inputs(ids)), np.ones((len(ids), 1))
-        offset = np.full(len(ids), log_odds(self._recent[0] / self._recent[2]))
+        x, constant, offset = self._examples(self._inputs(ids)), np.ones((len(ids), 1)), self._offset(len(ids))
         rates = [self.rates.forecasts(offset, x)[0]]
         if rng is not None:
             rates.append(self.rates.drawn(offset, x, rng))
-        chances = [self.model.forecasts(self._log_odds_alive(rate, size), constant)[0] for rate in rates]
+        chances = [self.calibration.forecasts(self._log_odds_alive(rate, size), constant)[0] for rate in rates]
         return chances[0], chances[-1]
 
     def fit(self, ids: np.ndarray, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray, size: int):
         """
-        Score the forecasts of the new prompts of a batch, then learn from it, `(P,)` each: from the `outcomes` of first completions, and
-        from how likely it is by now that groups of `size` are `alive`, 0 or 1 for a whole group. Each scores as `counts` prompts.
+        Score the forecasts of the new prompts of a batch, then learn from it, `(P,)` each: from mean `outcomes` of whole groups, or outcomes
+        of first completions, and from how likely it is by now that groups of `size` are `alive`, 0 or 1 for a whole group. Each scores as
+        `counts` prompts.
         """
         self._metrics = {}
         if not len(ids):
             return
-        raw, constant = self._inputs(ids), np.ones((len(ids), 1))
-        pass_rate, live_share = self._recent[:2] / self._recent[2]
-        offset = np.full(len(ids), log_odds(pass_rate))
+        raw, constant, offset = self._inputs(ids), np.ones((len(ids), 1)), self._offset(len(ids))
         by_rate = self._log_odds_alive(self.rates.forecasts(offset, self._examples(raw))[0], size)
-        forecasts, _ = self.model.forecasts(by_rate, constant)
-        quality = self.model.score(forecasts, np.full(len(ids), live_share), alive, counts)
-        quality["used"] = float(self.model.better)
-        true, shares = np.repeat([True, False], len(ids)), np.append(counts * alive, counts * (1.0 - alive))
-        if shares[true].any() and shares[~true].any():
-            quality["auc"] = auc(np.tile(forecasts, 2), true, shares)
+        forecasts, _ = self.calibration.forecasts(by_rate, constant)
+        live_share = np.full(len(ids), self._recent[1] / self._recent[2])
+        quality = self.calibration.score(forecasts, live_share, alive, counts)
+        quality["used"] = float(self.calibration.better)
+        if (counts * alive).any() and (counts * (1.0 - alive)).any():
+            quality["auc"] = auc(forecasts, alive, counts)
         self._metrics = {f"unseen_{name}": value for name, value in quality.items()}
         self._moments = self._moments + np.stack([np.ones_like(raw), raw, raw**2]).sum(axis=1)
         self.rates.learn(offset, self._examples(raw), outcomes, constant[:, 0])
-        self.model.learn(by_rate, constant, alive, constant[:, 0])
+        self.calibration.learn(by_rate, constant, alive, constant[:, 0])
         self._recent = _MEMORY * self._recent + np.array([outcomes.sum(), alive.sum(), len(ids)])
 
     def metrics(self) -> dict[str, float]:
@@ -147,19 +149,19 @@ class Unseen:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         rates = {f"rates.{name}": array for name, array in self.rates.state_dict().items()}
-        return self.model.state_dict() | rates | {"moments": self._moments, "recent": self._recent}
+        return self.calibration.state_dict() | rates | {"moments": self._moments, "recent": self._recent}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint; one of a run with or without `columns` has nothing to continue from."""
-        if state["moments"].shape == self._moments.shape:
-            self.model.load_state_dict(state)
+        """Continue from a checkpoint; one with or without `columns`, or from before pass rates were forecast, has nothing to give."""
+        if state["moments"].shape == self._moments.shape and "recent" in state:
+            self.calibration.load_state_dict(state)
             self.rates.load_state_dict(section(state, "rates"))
             self._moments, self._recent = state["moments"].copy(), state["recent"].copy()
 
 
 def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:
-    """Return the probability that a true example has a higher forecast than another one, ties counting half."""
+    """Return the probability that an example that is `true`, or in part, has a higher forecast than another one, ties counting half."""
     values, place = np.unique(forecasts, return_inverse=True)
-    positives, negatives = (np.bincount(place, counts * some, len(values)) for some in (true, ~true))
+    positives, negatives = (np.bincount(place, counts * share, len(values)) for share in (true, 1.0 - true))
     below = np.cumsum(negatives) - negatives / 2.0
     return float(positives @ below / (positives.sum() * negatives.sum()))
