@@ -1,7 +1,7 @@
 """
 What a profile of the prompts is worth: strategies that begin with it, and plain TRL on the prompts that it keeps.
 
-    python -m benchmarks.profiled [--tasks few_sums calculator] [--seeds 0 1 2] [--output DIR] [--report_only]
+    python -m benchmarks.profiled [--tasks few_sums calculator mixed] [--seeds 0 1 2] [--output DIR] [--report_only]
 
 Each task is profiled once, 8 completions of each prompt. Plain TRL then also trains on the prompts with a pass rate between 0.05 and 0.95
 alone, and strategies also begin with the pass rates, by `state_from`. Completions include none, a quarter, or all of the profile's: it is there
@@ -32,7 +32,7 @@ from .tasks import CHECKOUT, TASKS, TaskFiles, load, profile_of
 
 
 OUTPUT = CHECKOUT / "runs" / "bench" / "profiled"
-STEPS = {"few_sums": 48, "calculator": 60}
+TASKS_PROFILED = ("few_sums", "calculator", "mixed")
 ARMS = (BASELINE, "grpo_kept", *PROFILED, *PROFILED.values())
 COMPLETIONS, KEEP = 8, (0.05, 0.95)
 SHARES = {"free": 0.0, "over four runs": 0.25, "paid in full": 1.0}
@@ -83,14 +83,14 @@ def markdown(sections: Sequence[Section]) -> str:
 def main(arguments: Sequence[str] | None = None):
     """Run `python -m benchmarks.profiled`."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiled", description=__doc__.splitlines()[1])
-    parser.add_argument("--tasks", nargs="+", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--tasks", nargs="+", default=TASKS_PROFILED, choices=TASKS_PROFILED)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--report_only", action="store_true")
     given, console = parser.parse_args(arguments), Console(highlight=False)
     try:
         for task in [] if given.report_only else given.tasks:
-            options = Options(task, ARMS, given.seeds, STEPS[task], stretch=1.0, output=given.output)
+            options = Options(task, ARMS, given.seeds, stretch=1.0, output=given.output)
             files = ready(task, options, console)
             make_profile(task, files)
             if failed := execute(plan(options, {task: files}), 1, console):

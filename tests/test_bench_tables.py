@@ -104,14 +104,14 @@ def test_runs_that_were_evaluated_more_often_are_compared_at_the_evaluations_of_
 
 
 def test_a_profile_is_paid_by_those_that_begin_with_it():
-    results = [result("grpo", 0, [0.1, 0.5]), result("gate", 0, [0.1, 0.5], 128)]
-    results += [result(name, 0, [0.1, 0.6], 128) for name in ("gate_profiled", "grpo_kept")]
+    results = [result("grpo", 0, [0.1, 0.5]), result("gate_default", 0, [0.1, 0.5], 128)]
+    results += [result(name, 0, [0.1, 0.6], 128) for name in ("gate_default_profiled", "grpo_kept")]
     results[3]["prompts"] = results[0]["prompts"] | {"trained on": 7}
     sections, _ = sort_results(results)
     rows = [line.strip("| ").split(" | ") for line in profiled.markdown(sections).splitlines()[-4:]]
     whole = results[0]["prompts"]["trained on"] * 8 / results[0]["curve"][-1]["rows_rolled_out"]
     paid = [f"{0.5 + share * whole:.2f}" for share in (0.0, 0.25, 1.0)]
-    assert [row[0] for row in rows] == titles("grpo", "gate", "grpo_kept", "gate_profiled")
+    assert [row[0] for row in rows] == titles("grpo", "gate_default", "grpo_kept", "gate_default_profiled")
     assert [row[4].strip() for row in rows[:2]] == ["1.00", "0.50"] and [row[4:] for row in rows[2:]] == [paid, paid]
 
 
