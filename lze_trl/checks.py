@@ -255,12 +255,26 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> An
 
 def _resolved_window(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> int:
     """
-    Return `window`. The strategy's becomes 1 where the order is the user's (a sampler, no shuffling), and where prompts cannot be read
-    before their batch, or only through a transform of the training set, which may take long, or draw random numbers.
+    Return `window`. The strategy's becomes 1, with a warning, where the order is the user's (a sampler, no shuffling), and where prompts
+    cannot be read before their batch, or only through a transform of the training set, which may take long, or draw random numbers.
     """
-    can_read = isinstance(dataset, Dataset) and "prompt" in dataset.column_names and dataset.format["type"] != "custom"
-    can_rank = can_read and sampler is None and args.shuffle_dataset and not args.self_play["instruct"]
-    return args.window if can_rank or args.window != args.defaults()["window"] else 1
+    if args.window == 1 or args.window != args.defaults()["window"]:
+        return args.window
+    if args.self_play["instruct"] or not isinstance(dataset, Dataset):
+        return 1
+    why_not = {
+        "its prompts are not a column `prompt`": "prompt" not in dataset.column_names,
+        "it has a transform": dataset.format["type"] == "custom",
+        f"`{sampler}` orders it": sampler is not None,
+        "`shuffle_dataset=False` keeps its order": not args.shuffle_dataset,
+    }
+    if reasons := [reason for reason, applies in why_not.items() if applies]:
+        logger.warning(
+            "`window` is 1 instead of %d: the training set is not ranked ahead, because %s. On mixed data `strategy='%s'` then trains on "
+            "fewer live groups.",
+            *(args.window, " and ".join(reasons), args.strategy),
+        )
+    return 1 if reasons else args.window
 
 
 def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, has_planner: bool, sampler: str | None) -> str:

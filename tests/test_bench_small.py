@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench_samples import task_files
-from benchmarks import addition, calculator, demo_llm, guard, self_play, shaped, tasks
+from benchmarks import addition, calculator, demo_llm, guard, self_play, shaped, tasks, unseen
 from benchmarks.calculator import CalculatorWarmStart
 from benchmarks.environment import TwoSums, called, held_out, make_tokenizer, result
 from benchmarks.kept import run_all
@@ -273,3 +273,19 @@ def test_quick_measurement(part, tmp_path):
         methods = content["methods"]
         assert max(methods["default"]["passes"]) < min(methods["trl"]["passes"])
         assert max(methods["default"]["computed_tokens"]) < min(methods["trl"]["computed_tokens"])
+
+
+def test_prompts_whose_column_tells_are_foreseen_and_others_are_not(tmp_path):
+    rng = np.random.default_rng(0)
+    for task, told in (("mixed", True), ("skills", False)):
+        path = tmp_path / task / unseen.GROUPS_FILE
+        path.parent.mkdir()
+        dead, shown = rng.random((2, 320)) < 0.5
+        outcomes = np.where(dead[:, None], 0.0, rng.permuted(np.tile([0.0, 1.0], (320, 4)), axis=1))
+        columns = dead if told else shown
+        groups = zip(columns.astype(str).tolist(), outcomes.tolist(), strict=True)
+        lines = [{"prompt": "the same", "column": column, "outcomes": values} for column, values in groups]
+        path.write_text("\n".join(map(json.dumps, lines)))
+    rows = [row.split(" | ") for row in unseen.markdown(tmp_path, [0, 1]).splitlines()[-8:]]
+    by_column = [float(row[5].split()[0]) for row in rows if row[3] == "text and column"]
+    assert len(rows) == 8 and min(by_column[:2]) > 0.97 and max(by_column[2:]) < 0.6

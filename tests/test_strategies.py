@@ -150,15 +150,17 @@ def test_the_gate_chooses_prompts_ahead_and_holds_the_signal(tmp_path, given, ch
     assert (args.controller_kwargs.get("hold"), args.window) == chosen
 
 
-def test_the_gate_keeps_to_the_order_where_prompts_cannot_be_read_ahead(tmp_path):
+def test_the_gate_keeps_to_the_order_and_says_so_where_prompts_cannot_be_read_ahead(tmp_path, caplog):
     def window(dataset, sampler=None, given=None, **settings) -> int:
         args = tiny.config(tmp_path, strategy="gate", **settings)
         return prepare(args, dataset, [tiny.even_length_reward], given or {}, own_sampler=sampler)[2]["window"]
 
-    assert window(tiny.prompts(7)) == 4
+    assert window(tiny.prompts(7)) == 4 and not caplog.messages
     assert window(tiny.prompts(7).with_transform(dict)) == 1  # it may take long, or draw
     assert window(tiny.prompts(7), "Mine._get_train_sampler") == 1
     assert window(tiny.prompts(7), shuffle_dataset=False) == 1
+    told = [message for message in caplog.messages if "`window` is 1 instead of 4" in message]
+    assert len(told) == 3 and "it has a transform" in told[0] and "`Mine._get_train_sampler` orders it" in told[1]
     assert window(tiny.prompts(7), self_play={"instruct": True}, max_steps=2) == 1
     assert window(None, given={"environment_factory": object}) == 1
     with pytest.raises(ValueError, match="orders the prompts, and `window=2`"):

@@ -104,21 +104,22 @@ class Unseen:
         rates = np.clip(pass_rates, 1e-4, 1.0 - 1e-4)
         return log_odds(1.0 - dead_probability(rates, 1.0 - rates, size))
 
-    def alive(
-        self, ids: np.ndarray, base: np.ndarray, size: int, rng: np.random.Generator | None = None
+    def forecasts(
+        self, ids: np.ndarray, size: int, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """
-        Return the probability that groups of `size` completions of new prompts are alive, and with `rng` a draw of it, `(P,)` each;
-        `base` twice while the forecasts are not clearly better.
-        """
-        if not self.calibration.better:
-            return base, base
+        """Forecast the probability that groups of `size` completions of new prompts are alive, and with `rng` draw it, `(P,)` each."""
         x, constant, offset = self._examples(self._inputs(ids)), np.ones((len(ids), 1)), self._offset(len(ids))
         rates = [self.rates.forecasts(offset, x)[0]]
         if rng is not None:
             rates.append(self.rates.drawn(offset, x, rng))
         chances = [self.calibration.forecasts(self._log_odds_alive(rate, size), constant)[0] for rate in rates]
         return chances[0], chances[-1]
+
+    def alive(
+        self, ids: np.ndarray, base: np.ndarray, size: int, rng: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the [`forecasts`], or `base` twice while they are not clearly better."""
+        return self.forecasts(ids, size, rng) if self.calibration.better else (base, base)
 
     def fit(self, ids: np.ndarray, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray, size: int):
         """
