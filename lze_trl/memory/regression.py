@@ -35,20 +35,13 @@ class OnlineRegression:
         return bool(model + 1.0 < 0.95 * offset)
 
     def forecasts(self, offset: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """
-        Return probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`. Those by the model are
-        about the mean over its weights, which is nearer to 1/2 than the likeliest weights say (MacKay 1992, "The evidence framework").
-        """
-        z = (offset + x @ self.weights) / np.sqrt(1.0 + np.pi / 8.0 * self._variance(x))
-        return probability(np.clip(z, -MAX_LOGIT, MAX_LOGIT)), probability(offset)
+        """Return probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""
+        return probability(np.clip(offset + x @ self.weights, -MAX_LOGIT, MAX_LOGIT)), probability(offset)
 
     def drawn(self, offset: np.ndarray, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Return probabilities `(P,)` by weights that are drawn from their posterior, for each example anew."""
-        return probability(offset + x @ self.weights + np.sqrt(self._variance(x)) * rng.standard_normal(len(x)))
-
-    def _variance(self, x: np.ndarray) -> np.ndarray:
-        """Return the variance of the log-odds by the posterior of the weights, `(P,)`."""
-        return (x * np.linalg.solve(self.precision, x.T).T).sum(axis=1)
+        spread = np.sqrt((x * np.linalg.solve(self.precision, x.T).T).sum(axis=1))
+        return probability(offset + x @ self.weights + spread * rng.standard_normal(len(x)))
 
     def score(self, model: np.ndarray, offset: np.ndarray, true: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """Score the two forecasts of a batch, see [`learn`]. Returns the `brier` score of the one in use."""
