@@ -131,7 +131,7 @@ STRATEGIES: dict[str, Strategy] = {
     ),
 }
 # What `python -m benchmarks.profiled` compares: without a profile, and with it
-PROFILED = {name: f"{name}_profiled" for name in ("gate_default", "lze_refilled", "greso")}
+PROFILED = {name: f"{name}_profiled" for name in ("gate", "gate_default", "lze_refilled", "greso")}
 STRATEGIES["grpo_kept"] = Strategy("GRPO (TRL), on the prompts that a profile keeps", {"profile": "kept"}, trl=True)
 STRATEGIES |= {
     end: Strategy(f"{STRATEGIES[name].title}, from a profile", STRATEGIES[name].overrides | {"profile": "state"})
