@@ -25,7 +25,7 @@ _SPREAD = 0.02  # of prompts with the same pass rate: those of groups take few v
 _DOTTED = {"dash": "dot", "color": "#7a8794", "width": 1}
 _DASHES = ("solid", "dash", "dot")  # once the colours are used up
 _STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7", "#56b4e9"), strict=True))
-_FRONTIER = "frontier (learnable)"
+_FLOW_LABELS = LABELS | {"frontier": "frontier (learnable)"}
 _FLOW = {curves.UNSEEN: "#c5ced8", **_STATES}
 _FATES = {"live": "#009e73", "dead, drawn in full": "#d55e00", "stopped early": "#7a8794"}
 
@@ -45,39 +45,31 @@ def overview(run: Run) -> list[go.Figure]:
     points = curve(run).set_index("step")
     if points.empty:
         return []
-    seconds = curves.seconds_per_step(run)
-    shares = {"live": points["live"], "dead, drawn in full": points["dead"], "stopped early": points["stopped"]}
-    fates = {name: 100 * share for name, share in shares.items() if share.any()}
-    flow = curves.prompt_flow(run)
-    listed = {_FRONTIER if state == "frontier" else LABELS.get(state, state): flow[state] for state in flow}
-    colours = {label: _FLOW[state] for label, state in zip(listed, flow, strict=True)}
+    fates = 100 * points[["live", "dead", "stopped"]].set_axis(list(_FATES), axis=1)
     return [
-        _bars("Prompts by their state", listed, "prompts", colours, list(flow.columns)),
-        _bars("What became of the groups", fates, "% of the groups", _FATES),
+        _bars("Prompts by their state", curves.prompt_flow(run), "prompts", _FLOW),
+        _bars("What became of the groups", fates.loc[:, fates.any()], "% of the groups", _FATES),
         _tokens(run, points),
         *_rewards(run, points),
         _histogram(run),
         *_calibration(run),
         _lengths(run),
-        _bars("Time of a step", {name: seconds[name] for name in seconds}, "seconds", {}),
+        _bars("Time of a step", curves.seconds_per_step(run), "seconds", {}),
     ]
 
 
-def _bars(
-    heading: str, parts: dict[str, pd.Series], y_label: str, colours: dict[str, str], keys: list[str] | None = None
-) -> go.Figure:
-    """Stack the parts of a whole over the steps. A click on one gives its key, if it has one."""
+def _bars(heading: str, parts: pd.DataFrame, y_label: str, colours: dict[str, str]) -> go.Figure:
+    """Stack the parts of a whole, the columns of a frame, over the steps. A click on a state gives its name."""
     figure = _figure(heading, "step", showlegend=True, hovermode="x unified", barmode="stack", bargap=0)
-    for place, (name, values) in enumerate(parts.items()):
-        key = None if keys is None or keys[place] == curves.UNSEEN else [keys[place]] * len(values)
-        widths = np.diff(values.index, prepend=0)
+    widths = np.diff(parts.index, prepend=0)
+    for name, values in parts.items():
         figure.add_bar(
             x=values.index - widths / 2 + 0.5,
             width=widths,
             y=values,
-            name=escape(name),
+            name=escape(_FLOW_LABELS.get(name, name)),
             marker={"color": colours.get(name), "line_width": 0},
-            customdata=key,
+            customdata=[name] * len(values) if name in STATES else None,
             hovertemplate="%{y:,.4~g}",
         )
     return figure.update_yaxes(title_text=y_label)
@@ -256,11 +248,8 @@ def history(run: Run, prompt_id: int) -> go.Figure:
     names = {curves.outcome_name(run): "pass_rate", "moving average of earlier visits": "ema", "energy": "energy"}
     shown = {label: groups[column] for label, column in names.items()}
     stopped = groups["cause"] == "stopped"
-    figure = lines(
-        f"History{' (hollow: stopped early)' if stopped.any() else ''}",
-        shown,
-        y_range=(0, max(1.0, run.meta.energy_max)),
-    )
+    heading = f"History{' (hollow: stopped early)' if stopped.any() else ''}"
+    figure = lines(heading, shown, y_range=(0, max(1.0, run.meta.energy_max)))
     return figure.update_traces(marker_symbol=np.where(stopped, "circle-open", "circle"))
 
 
@@ -290,8 +279,8 @@ def _points(run: Run, axis: str, metric: str) -> pd.Series:
     known = curves.evaluated(run)
     if metric == HELD_OUT:  # the first of its curves is what the run is judged by
         metric = next((name for name in known if name.startswith(HELD_OUT)), metric)
-    values = (
-        known[metric] if metric in known else curves.logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
-    )
+    if metric not in known:
+        known |= curves.logged_curves(run, [metric])
+    values = known.get(metric, pd.Series(dtype=float)).dropna()
     places = {name: [0, *points[name]] for name in ("step", axis)}  # nothing is spent before the first step
-    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, places["step"], places[axis])))
+    return values.set_axis(np.interp(values.index, places["step"], places[axis]))
