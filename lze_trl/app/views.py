@@ -19,7 +19,7 @@ from ..record import Run, curves
 from ..record.cards import cards as cards_of
 from ..record.causes import CAUSES
 from ..record.curves import HELD_OUT, curve
-from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
+from ..record.evaluations import RESULT_FILES, first_and_last, read_results, table_of
 from ..record.ledger import against_plain
 from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
@@ -91,8 +91,8 @@ def _targets(run: Run, advice: str) -> dict[str, dict[str, str]]:
 
 def evaluations(run: Run) -> Markup:
     """Tabulate the first and the last evaluation of the run; empty without one."""
-    heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
-    return HTML.section("Evaluations", table("evaluations", pd.DataFrame(rows, columns=heading))) if rows else Markup()
+    found = table("evaluations", table_of(first_and_last(read_results(run.directory.parent))))
+    return HTML.section("Evaluations", found) if found else found
 
 
 def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
