@@ -20,7 +20,7 @@ from .names import label
 from .record import Meta, MissingTelemetryError, open_run
 from .record.cards import cards
 from .record.curves import held_out_curves
-from .record.evaluations import FILE, first_and_last, read_results, rows_of, text_table
+from .record.evaluations import FILE, first_and_last, read_results, table_of
 from .record.evaluations import FOLDER as EVALUATIONS
 from .record.schema import DIRECTORY, SQL_TYPES, Status
 from .record.writer import list_parts, write_part
@@ -163,7 +163,8 @@ def model_card_section(run_dir: str | Path) -> str:
         f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None
     )
     evaluations = first_and_last(read_results(run_dir))
-    evaluated = f"\n\n### Evaluations\n\n```text\n{text_table(*rows_of(evaluations))}```" if evaluations else ""
+    table = table_of(evaluations).to_string(index=False)
+    evaluated = f"\n\n### Evaluations\n\n```text\n{table}\n```" if evaluations else ""
     for name, values in held_out.items():
         shown_values = " → ".join(
             f"{values[step]:.3f} at step {step}" for step in dict.fromkeys(values.index[[0, -1]])

@@ -21,21 +21,9 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from lze_trl.app import charts, page, views
 from lze_trl.app.meanings import MEANINGS
 from lze_trl.app.runs import RunBook
-from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, open_run
+from lze_trl.record import Meta, MissingTelemetryError, TelemetryWriter, curves, open_run
 from lze_trl.record.advice import Advice
-from lze_trl.record.curves import (
-    UNSEEN,
-    curve,
-    last_fifth,
-    logged_curves,
-    main_reward,
-    outcome_histogram,
-    outcome_name,
-    prompt_flow,
-    reached,
-    reward_curves,
-    stuck_prompts,
-)
+from lze_trl.record.curves import curve
 from lze_trl.record.ledger import KINDS
 from lze_trl.record.numbers import number
 from lze_trl.record.recorder import made_by
@@ -227,7 +215,7 @@ def test_final_values_are_compared_with_the_first_run(runs):
     change = second["cost ×"] - first["cost ×"]
     told = f"{second['cost ×']:.3f} ({'+' if change > 0 else '−'}{abs(change):.3f})"
     assert rows["cost ×"] == [f"{first['cost ×']:.3f}", told]
-    assert (first["model"], first["reward"]) == ("synthetic", last_fifth(main_reward(opened["a"]))[0])
+    assert (first["model"], first["reward"]) == ("synthetic", curves.last_fifth(curves.main_reward(opened["a"]))[0])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", first["started"])
 
 
@@ -243,13 +231,13 @@ def test_the_same_score_and_what_it_cost_each_run(tmp_path):
         runs[name] = open_run(tmp_path / name)
     tokens = {name: curve(run).set_index("step").tokens for name, run in runs.items()}
     pair = {name: runs[name] for name in "ab"}
-    assert reached(pair) == ("held-out reward", 0.3, {"a": (20, tokens["a"][20]), "b": (10, tokens["b"][10])})
+    assert curves.reached(pair) == ("held-out reward", 0.3, {"a": (20, tokens["a"][20]), "b": (10, tokens["b"][10])})
     told = f"held-out reward 0.300 is reached by a after {number(tokens['a'][20])} tokens (step 20), by b after"
     assert told in views.differences(pair)
     assert charts.comparison(pair, "step", "held-out")[0].layout.shapes[0].y0 == 0.3
     assert charts.comparison(pair, "step", "never logged") == []
     assert "No held-out reward above that of their start" in views.differences(runs)  # one begins there
-    assert reached({"a": runs["a"]}) is None and "Choose two runs" in views.differences({"a": runs["a"]})
+    assert curves.reached({"a": runs["a"]}) is None and "Choose two runs" in views.differences({"a": runs["a"]})
 
 
 def test_prompts_that_cost_without_a_pass(tmp_path):
@@ -257,7 +245,8 @@ def test_prompts_that_cost_without_a_pass(tmp_path):
     records = [graded_record(0, [live, none, full], ["", "hopeless", "solved"])]
     records += [graded_record(place, [none, none, full], ["hopeless", "hopeless", "solved"]) for place in (1, 2)]
     run = record_run(tmp_path, records, Meta({"num_generations": 4}, ["right"]))
-    (row,) = stuck_prompts(run).to_dict("records")  # the first passed at its first visit, and has failed twice since
+    # The first passed at its first visit, and has failed twice since
+    (row,) = curves.stuck_prompts(run).to_dict("records")
     assert (row["prompt_id"], row["visits"], row["completions"], row["step"]) == (
         records[0].prompts["prompt_id"][1],
         3,
@@ -317,13 +306,13 @@ def test_curves_are_means_of_the_generations_and_shown_by_the_charts(runs):
 
 def test_prompts_flow_between_the_states_that_the_page_lists(runs):
     run = open_run(runs / "a")
-    flow, groups = prompt_flow(run), run.groups()
+    flow, groups = curves.prompt_flow(run), run.groups()
     counts = {state: count for state, count in run.prompt_counts().items() if count}
     last = {state: count for state, count in flow.iloc[-1].items() if count}
     assert last == counts and {"solved", "hopeless", "pruned"} & set(counts)
     for step in flow.index:  # all prompts that were visited until then have one
         assert flow.loc[step].sum() == groups[groups.step < step].prompt_id.nunique()
-    assert flow.iloc[-1].to_dict() == prompt_flow(run, bins=3).iloc[-1].to_dict()
+    assert flow.iloc[-1].to_dict() == curves.prompt_flow(run, bins=3).iloc[-1].to_dict()
     bars = shown_lines(charts.overview(run))["Prompts by their state"]
     assert list(bars["frontier (learnable)"].y) == flow["frontier"].tolist()
     assert {key for bar in bars.values() for key in bar.customdata} == set(flow)
@@ -337,11 +326,12 @@ def test_prompts_that_a_gate_stopped_stay_in_their_state_and_unseen_ones_are_cou
         graded_record(2, [full, live, none], ["solved", "", "hopeless"]),
     ]
     run = record_run(tmp_path, records, Meta({"num_generations": 4, "train_prompts": 5}, ["right"]))
-    flow = prompt_flow(run)
-    assert flow.to_dict("list") == {UNSEEN: [2] * 3, "frontier": [1] * 3, "solved": [1] * 3, "hopeless": [1] * 3}
+    flow = curves.prompt_flow(run)
+    states = {"frontier": [1] * 3, "solved": [1] * 3, "hopeless": [1] * 3}
+    assert flow.to_dict("list") == {curves.UNSEEN: [2] * 3} | states
     bars = shown_lines(charts.overview(run))["Prompts by their state"]
-    assert bars[UNSEEN].customdata is None  # nothing to list
-    shares = outcome_histogram(run)
+    assert bars[curves.UNSEEN].customdata is None  # nothing to list
+    shares = curves.outcome_histogram(run)
     assert list(shares) == [f"{level}/4" for level in range(5)] and list(shares.index) == [1, 3]
     assert shares.loc[1].tolist() == pytest.approx([1 / 3, 0, 1 / 3, 0, 1 / 3])
 
@@ -377,7 +367,7 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     record.rows["rewards"] = np.tile([0.0, 0.25, 0.5], (len(record.rows["group"]), 1))
     run = record_run(tmp_path, [record], Meta(reward_names=["step", "reward", "reward"]))
     means = {"step": 0.0, "reward": 0.25, "reward (2)": 0.5}
-    assert reward_curves(run).iloc[0].to_dict() == means
+    assert curves.reward_curves(run).iloc[0].to_dict() == means
     shown = shown_rewards(charts.overview(run))
     assert {name: lines["training"].y[0] for name, lines in shown.items() if name != "total"} == means
     detail = views.completions(run, int(record.prompts["prompt_id"][0]))
@@ -386,7 +376,7 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
 
 def test_accuracy_means_held_out_accuracy(runs, tmp_path):
     run = open_run(runs / "a")
-    assert outcome_name(run) == "pass rate"
+    assert curves.outcome_name(run) == "pass rate"
     html = views.cards(run)
     assert "accuracy" not in html.lower().replace("accuracy_reward", "")  # but in the name of a reward
     # One completion of five is half right
@@ -497,8 +487,8 @@ def test_training_shows_what_the_trainer_logged(tmp_path):
         task = {"metrics": {"avg@1": [share, None, None]}, "problems": 3, "mean_tokens": 1.0, "truncated": 0.0}
         (folder / "results.json").write_text(json.dumps({"tasks": {"svamp": task}, "mean": None}))
     run = open_run(tmp_path)
-    assert logged_curves(run, ["loss"])["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
-    assert logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
+    assert curves.logged_curves(run, ["loss"])["loss"].to_dict() == {step: 0.5 * (step - 1) for step in range(1, 31)}
+    assert curves.logged_curves(run, ["loss"], bins=2)["loss"].index.tolist() == [15, 30]
     known = {"held-out accuracy": [0.25, 0.5], "svamp avg@1": [0.125, 0.375]}
     shown = shown_rewards(charts.overview(run))
     assert list(shown["accuracy_reward"]["held-out"].y) == known["held-out accuracy"]

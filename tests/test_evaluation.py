@@ -27,7 +27,7 @@ from lze_trl.evaluation.settings import Decoding, EvaluationError
 from lze_trl.evaluation.statistics import estimate, majority, mean_over_tasks, pass_at_k
 from lze_trl.evaluation.tasks import Problem, Task, find_tasks, load_problems
 from lze_trl.job.cli import main
-from lze_trl.record.evaluations import FILE, read_results, rows_of, text_table
+from lze_trl.record.evaluations import FILE, read_results, table_of
 from lze_trl.servers.client import VLLMServer
 
 
@@ -188,7 +188,7 @@ def test_the_score_is_the_training_reward_which_reads_columns_and_may_be_asynchr
 
 def test_other_tasks_in_a_folder_are_kept_and_other_settings_replace_them(tmp_path):
     both = run(lambda request: "0", tmp_path, {"one": problems(4), "two": problems(5)})
-    assert "mean over tasks" in text_table(*rows_of({"x": both}))
+    assert "mean over tasks" in table_of({"x": both}).to_string()
     third = run(lambda request: "0", tmp_path, {"three": problems(3)})
     assert list(third["tasks"]) == ["one", "two", "three"]
     assert third["tasks"].items() >= both["tasks"].items()
@@ -345,7 +345,7 @@ def test_the_command_evaluates_and_compares(tmp_path, sums, capsys):
     assert all(len(read_samples(folder / "sums.jsonl")) == 16 for folder in folders)
     ((name, results),) = read_results(tmp_path / "run-0").items()
     value = 100 * results["tasks"]["sums"]["metrics"]["avg@2"][0]
-    assert re.search(rf"checkpoint-2 +sums +8 +avg@2 +{value:.1f}", text_table(*rows_of({name: results})))
+    assert re.search(rf"checkpoint-2 +sums +8 +avg@2 +{value:.1f}", table_of({name: results}).to_string(index=False))
     with pytest.raises(SystemExit, match=r"would be replaced by this evaluation"):
         main(["eval", one, *flags, "--compare", str(folders[0])])
     flags = ["eval", "none", "--tasks", sums, "--max_tokens", "6", "--reward", "exact_match", "--compare"]

@@ -1,36 +1,22 @@
 """The app's charts, as Plotly figures. Plotly interprets some HTML in labels, so text of a run is escaped."""
 
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import plotly
 import plotly.graph_objects as go
 
-from ..record import Run
-from ..record.curves import (
-    HELD_OUT,
-    UNSEEN,
-    calibration,
-    curve,
-    evaluated,
-    held_out_curves,
-    lengths,
-    logged_curves,
-    main_reward,
-    outcome_histogram,
-    outcome_name,
-    prompt_flow,
-    reached,
-    reward_curves,
-    reward_limits,
-    seconds_per_step,
-)
+from ..record import Run, curves
+from ..record.curves import HELD_OUT, curve
 from ..record.numbers import number, percent
 from ..record.reader import STATES
 from .views import LABELS, short_text
 
 
+PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 AXES = {"step": "steps", "tokens": "tokens rolled out", "flops": "FLOPs", "seconds": "time (s)"}
 _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c99700", "#56b4e9"]  # of Okabe and Ito, for the colour-blind
 _GRID = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False, "automargin": True}
@@ -39,8 +25,8 @@ _SPREAD = 0.02  # of prompts with the same pass rate: those of groups take few v
 _DOTTED = {"dash": "dot", "color": "#7a8794", "width": 1}
 _DASHES = ("solid", "dash", "dot")  # once the colours are used up
 _STATES = dict(zip(STATES, ("#0072b2", "#009e73", "#7a8794", "#c99700", "#d55e00", "#cc79a7", "#56b4e9"), strict=True))
-_FRONTIER = "frontier (learnable)"
-_FLOW = {UNSEEN: "#c5ced8", **_STATES}
+_FLOW_LABELS = LABELS | {"frontier": "frontier (learnable)"}
+_FLOW = {curves.UNSEEN: "#c5ced8", **_STATES}
 _FATES = {"live": "#009e73", "dead, drawn in full": "#d55e00", "stopped early": "#7a8794"}
 
 METRICS = {
@@ -59,39 +45,31 @@ def overview(run: Run) -> list[go.Figure]:
     points = curve(run).set_index("step")
     if points.empty:
         return []
-    seconds = seconds_per_step(run)
-    shares = {"live": points["live"], "dead, drawn in full": points["dead"], "stopped early": points["stopped"]}
-    fates = {name: 100 * share for name, share in shares.items() if share.any()}
-    flow = prompt_flow(run)
-    listed = {_FRONTIER if state == "frontier" else LABELS.get(state, state): flow[state] for state in flow}
-    colours = {label: _FLOW[state] for label, state in zip(listed, flow, strict=True)}
+    fates = 100 * points[["live", "dead", "stopped"]].set_axis(list(_FATES), axis=1)
     return [
-        _bars("Prompts by their state", listed, "prompts", colours, list(flow.columns)),
-        _bars("What became of the groups", fates, "% of the groups", _FATES),
+        _bars("Prompts by their state", curves.prompt_flow(run), "prompts", _FLOW),
+        _bars("What became of the groups", fates.loc[:, fates.any()], "% of the groups", _FATES),
         _tokens(run, points),
         *_rewards(run, points),
         _histogram(run),
         *_calibration(run),
         _lengths(run),
-        _bars("Time of a step", {name: seconds[name] for name in seconds}, "seconds", {}),
+        _bars("Time of a step", curves.seconds_per_step(run), "seconds", {}),
     ]
 
 
-def _bars(
-    heading: str, parts: dict[str, pd.Series], y_label: str, colours: dict[str, str], keys: list[str] | None = None
-) -> go.Figure:
-    """Stack the parts of a whole over the steps. A click on one gives its key, if it has one."""
+def _bars(heading: str, parts: pd.DataFrame, y_label: str, colours: dict[str, str]) -> go.Figure:
+    """Stack the parts of a whole, the columns of a frame, over the steps. A click on a state gives its name."""
     figure = _figure(heading, "step", showlegend=True, hovermode="x unified", barmode="stack", bargap=0)
-    for place, (name, values) in enumerate(parts.items()):
-        key = None if keys is None or keys[place] == UNSEEN else [keys[place]] * len(values)
-        widths = np.diff(values.index, prepend=0)
+    widths = np.diff(parts.index, prepend=0)
+    for name, values in parts.items():
         figure.add_bar(
             x=values.index - widths / 2 + 0.5,
             width=widths,
             y=values,
-            name=escape(name),
+            name=escape(_FLOW_LABELS.get(name, name)),
             marker={"color": colours.get(name), "line_width": 0},
-            customdata=key,
+            customdata=[name] * len(values) if name in STATES else None,
             hovertemplate="%{y:,.4~g}",
         )
     return figure.update_yaxes(title_text=y_label)
@@ -109,21 +87,16 @@ def _tokens(run: Run, points: pd.DataFrame) -> go.Figure:
 
 def _rewards(run: Run, points: pd.DataFrame) -> list[go.Figure]:
     """Draw a chart for each reward, in training and on held-out prompts, and one for the tasks that the run was evaluated on."""
-    rewards, limits = reward_curves(run), reward_limits(run)
-    held_out = {values.name: values for values in held_out_curves(run).values()}
-    tasks = {name: values for name, values in evaluated(run).items() if not name.startswith(HELD_OUT)}
-    metrics = [f"eval_rewards/{name}/mean" for name in run.meta.reward_names]
-    shown = {name: (rewards[name], held_out.get(metric)) for name, metric in zip(rewards, metrics, strict=True)}
-    if len(shown) == 1:  # is the total
-        shown = {
-            name: (line, held_out.get(metrics[0], held_out.get("eval_reward"))) for name, (line, _) in shown.items()
-        }
-    else:
-        shown = {"total": (points["reward_mean"], held_out.get("eval_reward"))} | shown
+    rewards, limits = curves.reward_curves(run), curves.reward_limits(run)
+    held_out = {values.name: values for values in curves.held_out_curves(run).values()}
+    tasks = {name: values for name, values in curves.evaluated(run).items() if not name.startswith(HELD_OUT)}
+    total, is_total = held_out.get("eval_reward"), len(rewards.columns) == 1
+    shown = {} if is_total else {"total": (points["reward_mean"], total)}
+    for name, own in zip(rewards, run.meta.reward_names, strict=True):
+        shown[name] = rewards[name], held_out.get(f"eval_rewards/{own}/mean", total if is_total else None)
     figures = []
     for name, (line, known) in shown.items():
-        both = {"training": line, **({} if known is None else {"held-out": known})}
-        figure = lines(f"Reward: {name}", both)
+        figure = lines(f"Reward: {name}", {"training": line} | ({} if known is None else {"held-out": known}))
         for limit in set(limits.loc[name].dropna()):
             which = "highest group" if limit == limits.loc[name, "high"] else "lowest group"
             figure.add_hline(y=limit, line=_DOTTED, annotation={"text": which, "font_size": 10})
@@ -133,8 +106,8 @@ def _rewards(run: Run, points: pd.DataFrame) -> list[go.Figure]:
 
 def _histogram(run: Run) -> go.Figure:
     """Draw how many groups have each mean outcome, over the steps."""
-    shares = outcome_histogram(run)
-    figure = _figure(f"{outcome_name(run).capitalize()} of the groups drawn in full", "step")
+    shares = curves.outcome_histogram(run)
+    figure = _figure(f"{curves.outcome_name(run).capitalize()} of the groups drawn in full", "step")
     figure.add_heatmap(
         x=shares.index,
         y=list(shares.columns),
@@ -145,12 +118,12 @@ def _histogram(run: Run) -> go.Figure:
         colorbar={"ticksuffix": " %", "thickness": 12},
         hovertemplate="step %{x}, %{y}: %{z:.1f} % of the groups<extra></extra>",
     )
-    return figure.update_yaxes(type="category", title_text=outcome_name(run))
+    return figure.update_yaxes(type="category", title_text=curves.outcome_name(run))
 
 
 def _calibration(run: Run) -> list[go.Figure]:
     """Draw how often new prompts were alive over their forecast, if the run has made such forecasts."""
-    points = calibration(run).set_index("forecast")
+    points = curves.calibration(run).set_index("forecast")
     if points.empty:
         return []
     figure = lines("New prompts: forecast and truth", {"share of live groups": points["alive"]}, "forecast", (0, 1.05))
@@ -160,8 +133,8 @@ def _calibration(run: Run) -> list[go.Figure]:
 
 def _lengths(run: Run) -> go.Figure:
     """Draw mean and 90th percentile of the lengths by outcome, and the share of the completions that were cut off."""
-    figure = lines("Length of completions, and share cut off", lengths(run))
-    cut_off = logged_curves(run, [name := "completions/clipped_ratio"]).get(name)
+    figure = lines("Length of completions, and share cut off", curves.lengths(run))
+    cut_off = curves.logged_curves(run, [name := "completions/clipped_ratio"]).get(name)
     if cut_off is not None:
         figure.add_scatter(x=cut_off.index, y=100 * cut_off, name="cut off", yaxis="y2", line=_DOTTED)
         right = {"overlaying": "y", "side": "right", "showgrid": False, "automargin": True}
@@ -200,7 +173,7 @@ def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
     for reward in [*(["reward"] if len(names_of) > 1 else []), *names_of]:
         names = {f"by/{column}/{value}/{reward}": value for value in values}
         names |= {f"eval_{name}": f"{value}, {HELD_OUT}" for name, value in names.items()}
-        logged = logged_curves(run, list(names))
+        logged = curves.logged_curves(run, list(names))
         heading = f"{reward.removeprefix('rewards/').removesuffix('/mean')} by {column}"
         figures.append(lines(heading, {called: logged[name] for name, called in names.items() if name in logged}))
     return figures
@@ -208,7 +181,7 @@ def by_value(run: Run, column: str, values: list[str]) -> list[go.Figure]:
 
 def sparkline(run: Run) -> go.Figure:
     """Draw the reward that the run is judged by, without axes."""
-    figure = lines("", {"reward": main_reward(run)}).update_traces(mode="lines")
+    figure = lines("", {"reward": curves.main_reward(run)}).update_traces(mode="lines")
     figure.update_layout(height=44, margin=dict.fromkeys("lrtb", 2), showlegend=False)
     return figure.update_xaxes(visible=False).update_yaxes(visible=False)
 
@@ -242,7 +215,7 @@ def pass_rates(values: pd.Series) -> go.Figure:
 
 def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
     """Draw the energy of prompts, a frame of [`Run.prompts`](lze_trl.record.Run.prompts), over their pass rate."""
-    outcome = outcome_name(run)
+    outcome = curves.outcome_name(run)
     spread_by = f"{outcome} (points are spread by ± {_SPREAD})"
     figure = _figure("Energy of each prompt: click one to open it", spread_by, showlegend=True, hovermode="closest")
     told = ((short_text(row)[:80], percent(row["pass_rate"])) for row in frame.to_dict("records"))
@@ -272,14 +245,11 @@ def prompts(run: Run, frame: pd.DataFrame) -> go.Figure:
 def history(run: Run, prompt_id: int) -> go.Figure:
     """Draw outcome and energy of a prompt at its visits."""
     groups = run.groups(prompt_id).assign(step=lambda frame: frame["step"] + 1).set_index("step")
-    names = {outcome_name(run): "pass_rate", "moving average of earlier visits": "ema", "energy": "energy"}
+    names = {curves.outcome_name(run): "pass_rate", "moving average of earlier visits": "ema", "energy": "energy"}
     shown = {label: groups[column] for label, column in names.items()}
     stopped = groups["cause"] == "stopped"
-    figure = lines(
-        f"History{' (hollow: stopped early)' if stopped.any() else ''}",
-        shown,
-        y_range=(0, max(1.0, run.meta.energy_max)),
-    )
+    heading = f"History{' (hollow: stopped early)' if stopped.any() else ''}"
+    figure = lines(heading, shown, y_range=(0, max(1.0, run.meta.energy_max)))
     return figure.update_traces(marker_symbol=np.where(stopped, "circle-open", "circle"))
 
 
@@ -294,7 +264,7 @@ def comparison(runs: dict[str, Run], axis: str, metric: str, smoothing: float = 
         values = {id: _points(run, axis, name) for id, run in runs.items()}  # each keeps its colour in all charts
         if any(map(len, values.values())):
             figures.append(lines(label[:1].upper() + label[1:], values, AXES[axis], smoothing=smoothing))
-    if figures and metric == HELD_OUT and (found := reached(runs)) and found[2]:
+    if figures and metric == HELD_OUT and (found := curves.reached(runs)) and found[2]:
         figures[0].add_hline(y=found[1], line=_DOTTED)
     return figures
 
@@ -306,9 +276,11 @@ def _points(run: Run, axis: str, metric: str) -> pd.Series:
         return pd.Series(dtype=float)
     if metric in points:
         return points.set_index(axis)[metric].dropna()
-    known = evaluated(run)
+    known = curves.evaluated(run)
     if metric == HELD_OUT:  # the first of its curves is what the run is judged by
         metric = next((name for name in known if name.startswith(HELD_OUT)), metric)
-    values = known[metric] if metric in known else logged_curves(run, [metric]).get(metric, pd.Series(dtype=float))
+    if metric not in known:
+        known |= curves.logged_curves(run, [metric])
+    values = known.get(metric, pd.Series(dtype=float)).dropna()
     places = {name: [0, *points[name]] for name in ("step", axis)}  # nothing is spent before the first step
-    return values.dropna().pipe(lambda known: known.set_axis(np.interp(known.index, places["step"], places[axis])))
+    return values.set_axis(np.interp(values.index, places["step"], places[axis]))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import plotly
 from plotly.graph_objects import Figure
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -50,8 +49,8 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
         # Fonts of the reader's machine: the page asks no other server for anything
         theme=gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]),
         head=f"""<style>{_file("style.css")}</style>
-            <script defer src="gradio_api/file={_PLOTLY}"></script>""",
-        allowed_paths=[str(_PLOTLY)],
+            <script defer src="gradio_api/file={charts.PLOTLY}"></script>""",
+        allowed_paths=[str(charts.PLOTLY)],
         # A page of another name that leads to this machine (DNS rebinding) gets no answer; elsewhere, names are not known
         app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=_LOCAL)] if host in _LOCAL else []},
         max_file_size=0,  # nothing on the page uploads a file
@@ -66,9 +65,6 @@ def serve(runs: list[str], host: str, port: int | None) -> gr.Blocks:
     if not hasattr(sys, "ps1"):  # in a notebook, the next cell can run
         app.block_thread()
     return app
-
-
-_PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 
 
 def _file(name: str) -> str:
@@ -185,7 +181,7 @@ class _Page:
         for tab in self.tabs:
             tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
-            if name not in ("tab", "run", "orders", "prompt", "first", "visit", "held"):
+            if name not in ("tab", "run", "orders", "prompt", "first", "held"):
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
         self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
@@ -204,7 +200,6 @@ class _Page:
         self.stuck.click(self._open_listed, None, [*of_prompt, *tabs], **quiet).then(**show)
         self.run_table.input(self._tick, self.runs, self.runs, **quiet).then(**show)
         self.run_table.click(self._open_run, None, [self.run, *tabs, *of_prompt], **quiet).then(**show)
-        self.visit.input(self._show_visit, [self.run, self.prompt, self.first, self.visit], shown, **quiet)
         self.timer = gr.Timer(_REFRESH_SECONDS)
         self.timer.tick(self._follow, [self.seen, *controls], [*shown, self.timer], **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, self.timer, **quiet)
@@ -351,9 +346,6 @@ class _Page:
             self.scatter: _shown(charts.prompts(run, found)) if ids else "",
             self.table: views.prompts(run, found, total, order, opened, search),
         } | self._show_prompt(given["run"], opened, given["visit"])
-
-    def _show_visit(self, id: str, chosen: str, first: str, visit: str) -> dict[Any, Any]:
-        return self._show_prompt(id, chosen or first, visit)
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
         if not chosen:

@@ -15,26 +15,11 @@ from markupsafe import Markup, escape
 from pandas.api.types import is_float_dtype, is_integer_dtype, is_numeric_dtype
 from tqdm import tqdm
 
-from ..record import Run
+from ..record import Run, curves
 from ..record.cards import cards as cards_of
 from ..record.causes import CAUSES
-from ..record.curves import (
-    FEW_VISITS,
-    GRADED,
-    HELD_OUT,
-    PASSES,
-    curve,
-    evaluated,
-    is_share,
-    last_fifth,
-    main_reward,
-    outcome_name,
-    reached,
-    reward_curves,
-    stuck_prompts,
-    value_tables,
-)
-from ..record.evaluations import RESULT_FILES, first_and_last, read_results, rows_of
+from ..record.curves import HELD_OUT, curve
+from ..record.evaluations import RESULT_FILES, first_and_last, read_results, table_of
 from ..record.ledger import against_plain
 from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
@@ -106,8 +91,8 @@ def _targets(run: Run, advice: str) -> dict[str, dict[str, str]]:
 
 def evaluations(run: Run) -> Markup:
     """Tabulate the first and the last evaluation of the run; empty without one."""
-    heading, rows = rows_of(first_and_last(read_results(run.directory.parent)))
-    return HTML.section("Evaluations", table("evaluations", pd.DataFrame(rows, columns=heading))) if rows else Markup()
+    found = table("evaluations", table_of(first_and_last(read_results(run.directory.parent))))
+    return HTML.section("Evaluations", found) if found else found
 
 
 def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lambda *of: []) -> Markup:
@@ -115,7 +100,7 @@ def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lam
     forms: dict[str, Callable[[Any], str]] = {"reward": fixed, HELD_OUT: fixed, "dead share": percent}
     place, grid = Markup('<div class="lze-chart" data-figure="{}"></div>'), Markup('<div class="lze-grid">{}</div>')
     shown = Markup()
-    for column, rows in value_tables(run).items():
+    for column, rows in curves.value_tables(run).items():
         charts = [place.format(figure.to_json()) for figure in figures(run, column, rows["value"].tolist())]
         rows.index = pd.Index(f"{column}=" + rows["value"], name="search")
         shown += HTML.section(
@@ -253,10 +238,10 @@ def differences(runs: dict[str, Run]) -> Markup:
     told = (
         "Choose two runs or more that are judged by the same reward, to see what the same score has cost each of them."
     )
-    if (found := reached(runs)) is not None:
+    if (found := curves.reached(runs)) is not None:
         name, level, places = found
         costs = (f"by {id} after {number(tokens)} tokens (step {step:,})" for id, (step, tokens) in places.items())
-        told = f"{name} {(percent if is_share(name) else fixed)(level)} is reached {', '.join(costs)}."
+        told = f"{name} {(percent if curves.is_share(name) else fixed)(level)} is reached {', '.join(costs)}."
         told = told if places else f"No {name} above that of their start was reached by all of these runs."
     heading = "Values at the end, and their difference from the first run"
     ends = HTML.section(heading, table("final", final_values(runs)))
@@ -296,18 +281,18 @@ def _run_row(run: Run, version: tuple) -> dict[str, Any]:
     left = "waits for servers" if Status.read(run.directory).waits_for else _left(status)
     last = points.iloc[-1] if len(points) else dict.fromkeys(points, np.nan)
     works = {work.name: work.ratio for work in against_plain(summary["ledger"])}
-    groups, known = max(summary["groups"], 1), evaluated(run)
+    groups, known = max(summary["groups"], 1), curves.evaluated(run)
     run.close()  # of hundreds of runs, only those on the page are open
     times = run.sql("SELECT min(time) AS first, max(time) AS last FROM generations").iloc[0]
-    reward, parts = main_reward(run), reward_curves(run)
+    reward, parts = curves.main_reward(run), curves.reward_curves(run)
     return {
         "strategy": run.meta.settings.get("strategy", "–"),
         "state": f"{status['state']}, {left}" if left else status["state"],
         "step": summary["steps"],
         "of": int(status["max_steps"] or 0),
         **{name: float(line.iloc[-1]) for name, line in known.items()},
-        "reward": last_fifth(reward)[0],
-        **{f"reward: {name}": last_fifth(parts[name].dropna())[0] for name in parts if len(parts.columns) > 1},
+        "reward": curves.last_fifth(reward)[0],
+        **{f"reward: {name}": curves.last_fifth(parts[name].dropna())[0] for name in parts if len(parts.columns) > 1},
         "best reward": float(reward.max()),
         "dead": summary["dead"] / groups,
         "stopped": summary["stopped"] / groups,
@@ -348,7 +333,7 @@ _PROMPT_COLUMNS = {
 def prompt_order(order: str) -> str:
     """Translate an order of the table into one of [`Run.prompts`](lze_trl.record.Run.prompts), by default the highest energy first."""
     name = order.removeprefix("-")
-    column = _PROMPT_COLUMNS.get("pass rate" if name == GRADED else name, "energy")
+    column = _PROMPT_COLUMNS.get("pass rate" if name == curves.GRADED else name, "energy")
     return f"-{column}" if order.startswith("-") or not order else column
 
 
@@ -359,7 +344,7 @@ def prompt_table(run: Run, frame: pd.DataFrame) -> pd.DataFrame:
     rows["last step"] += 1
     rows["state"] = rows["state"].replace(LABELS)
     rows.index = pd.Index(frame["prompt_id"].astype(str), name="prompt id")
-    return rows.rename(columns={"pass rate": outcome_name(run)})
+    return rows.rename(columns={"pass rate": curves.outcome_name(run)})
 
 
 def short_text(row: dict[str, Any]) -> str:
@@ -375,7 +360,7 @@ def short_text(row: dict[str, Any]) -> str:
 
 def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "", search: str = "") -> Markup:
     """Tabulate the first prompts of a frame, of `total` that were found, and mark those of the latest generation batch of a running run."""
-    outcome, shown = outcome_name(run), frame.head(MOST_ROWS)
+    outcome, shown = curves.outcome_name(run), frame.head(MOST_ROWS)
     changed: Collection[str] = ()
     if run.status()["state"] == "running":
         (latest,) = run.sql("SELECT max(generation) AS latest FROM generations")["latest"]
@@ -397,7 +382,7 @@ def prompt_detail(run: Run, prompt_id: int) -> Markup:
     facts |= {"drawn": row["drawn"], "visits": row["visits"], "last step": row["last_step"] + 1}
     prunes = run.meta.settings.get("pruning", "none") != "none"
     facts |= {"trained on": row["times_selected"]} | ({"re-checks": row["rechecks"]} if prunes else {})
-    facts |= {outcome_name(run): percent(row["pass_rate"])}
+    facts |= {curves.outcome_name(run): percent(row["pass_rate"])}
     for name in ("energy", "difficulty D", "uncertainty u", "momentum m"):
         facts[name] = f"{row[name.split()[0]]:.2f}"
     text = row["text"] if isinstance(row["text"], str) else "The text of this prompt is not recorded."
@@ -416,7 +401,9 @@ def completions(run: Run, prompt_id: int, generation: int | None = None) -> Mark
         same = row["completion"], str(row["rewards"]), row["completion_tokens"]
         rows.setdefault(same, row | {"turns": turns(row["completion"]), "times": 0})["times"] += 1
     latest = run.sql("SELECT max(step) AS step FROM groups WHERE prompt_id = ?", [prompt_id])["step"].iloc[0]
-    return HTML.completions(list(rows.values()), run.meta, latest, outcome_name(run) == GRADED, PASSES)
+    return HTML.completions(
+        list(rows.values()), run.meta, latest, curves.outcome_name(run) == curves.GRADED, curves.PASSES
+    )
 
 
 def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
@@ -430,17 +417,17 @@ def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
         [count],
     )
     rows = [row | {"turns": turns(row["completion"]), "times": 1} for row in found.to_dict("records")]
-    return HTML.completions(rows, run.meta, None, outcome_name(run) == GRADED, PASSES)
+    return HTML.completions(rows, run.meta, None, curves.outcome_name(run) == curves.GRADED, curves.PASSES)
 
 
 def stuck(run: Run) -> Markup:
     """Tabulate the prompts that cost most since their last pass, and say what all such prompts cost."""
-    found = stuck_prompts(run)
+    found = curves.stuck_prompts(run)
     if found.empty:
         return Markup()
     all = found.iloc[0]
     told = (
-        f"{all['prompts']:,} {'prompt' if all['prompts'] == 1 else 'prompts'} had no pass in their latest {FEW_VISITS} visits or more: "
+        f"{all['prompts']:,} {'prompt' if all['prompts'] == 1 else 'prompts'} had no pass in their latest {curves.FEW_VISITS} visits or more: "
         f"{all['all_visits']:,.0f} visits, {all['all_completions']:,.0f} completions, {percent(all['all_share'])} of the tokens of all completions. Drop or ease them."
     )
     texts = [short_text(row) for row in found.to_dict("records")]

@@ -10,7 +10,7 @@ import datasets
 import pandas as pd
 from transformers.utils.logging import disable_progress_bar
 
-from ..record.evaluations import FILE, FOLDER, interval_text, read_file, rows_of, text_table
+from ..record.evaluations import FILE, FOLDER, interval_text, read_file, table_of
 from ..rewards import get_reward
 from .engines import Sampler, ServerEngine, TransformersEngine
 from .run import Evaluation, read_samples
@@ -41,7 +41,7 @@ def run(flags: argparse.Namespace) -> Path:
             f"`--compare {flags.compare}` would be replaced by this evaluation. Give another `--output`."
         )
     results = evaluation.run(engine, folder)
-    sys.stdout.write(text_table(*rows_of({folder.name: results})))
+    sys.stdout.write(f"{table_of({folder.name: results}).to_string(index=False)}\n")
     for task, counts in results["tasks"].items():
         if counts["unscored"]:
             sys.stdout.write(f"{task}: {counts['unscored']} samples without a score\n")
@@ -112,5 +112,5 @@ def _comparison(folder: Path, other: Path, tasks: Iterable[str]) -> str:
         )
         differences = (ours - theirs).dropna()
         rows.append([task, f"{len(differences):,}", interval_text(mean_over_tasks([differences]), "+")])
-    heading = ["task", "problems", "difference, % [95 % interval]"]
-    return f"{folder} less {other}, paired by problem\n{text_table(heading, rows)}"
+    table = pd.DataFrame(rows, columns=["task", "problems", "difference, % [95 % interval]"])
+    return f"{folder} less {other}, paired by problem\n{table.to_string(index=False)}\n"

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ..record.causes import CAUSES
-from ..record.evaluations import text_table
 from ..record.numbers import number
 from .prices import DRIFT, GENERATION, LUCK, Price, chosen, prices
 from .sample import GroupSample
@@ -57,9 +57,8 @@ class Forecast:
         if "memory" in step:
             lines.append(f"  peak memory of the largest micro-batch {step['memory'] / 2**30:.1f} GiB")
         last = "seconds ×" if "rollout" in step else f"time × at {GENERATION:.0%} rollouts"
-        numbers = [(price.rollouts, price.updates, price.seconds) for price in self.prices]
-        rows = [[p.name, *(f"{e:.2f}" for e in own)] for p, own in zip(self.prices, numbers, strict=True)]
-        table = text_table(["strategy", "rollouts ×", "updates ×", last], rows).rstrip()
+        rows = [[p.name, f"{p.rollouts:.2f}", f"{p.updates:.2f}", f"{p.seconds:.2f}"] for p in self.prices]
+        table = pd.DataFrame(rows, columns=["strategy", "rollouts ×", "updates ×", last]).to_string(index=False)
         choice = self.choice
         if self.chosen is not None:
             choice = "\n  ".join(["Choose", *self.chosen.settings.splitlines()])

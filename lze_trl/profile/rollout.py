@@ -110,10 +110,9 @@ def _lines(batch: Batch, rows: np.ndarray, seconds: float) -> bytes:
     """A line for each group of a batch, which took so many `seconds` each."""
     groups, of_groups = [], np.split(np.arange(batch.num_rows), np.cumsum(batch.sizes)[:-1])
     for row, prompt_id, own in zip(rows.tolist(), batch.prompt_ids.tolist(), of_groups, strict=True):
-        values: dict[str, Any] = {name: getattr(batch, name)[own].astype(object) for name in NUMBERS}
-        for value in values.values():
-            value[value != value] = None  # NaN, which JSON lacks
-        group = {name: value.tolist() for name, value in values.items()}
+        values = {name: getattr(batch, name)[own] for name in NUMBERS}
+        # JSON lacks NaN
+        group = {name: np.where(np.isnan(v), np.array(None), v).tolist() for name, v in values.items()}
         texts = [plain_text(batch.held["completion"][place]) for place in batch.place[own]]
         groups.append({"row": row, "prompt_id": prompt_id, "seconds": seconds, **group, "completions": texts})
     # A line that was cut off ends here, and those that follow are whole

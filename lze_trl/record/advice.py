@@ -136,8 +136,7 @@ class Advice:
         of_data = {"left_out": self.left_out} if self.left_out else {}
         if not self._recent:
             return of_data
-        frame = pd.DataFrame(self._recent)
-        table = {name: frame[name].to_numpy() for name in frame}
+        table = pd.DataFrame(self._recent)
         enough = len(self._recent) >= _FEW
         collapsed = self._of_collapse(table) if ended or enough else {}
         flat = enough and (table["dead"] == 1.0).all()
@@ -150,9 +149,9 @@ class Advice:
         of_groups = self._of_groups(table, batches) | self._of_values(table, batches)
         return of_data | of_groups | self._of_rewards(table, batches) | settings
 
-    def _of_collapse(self, table: dict[str, np.ndarray]) -> dict[str, str]:
+    def _of_collapse(self, table: pd.DataFrame) -> dict[str, str]:
         """Say that the policy answers most prompts with one text or with none: whatever the rewards say follows from that."""
-        latest = {name: values[-_FEW:].mean() for name, values in table.items()}
+        latest = table.tail(_FEW).mean()
         if latest["empty"] < _MOST and min(latest["dead"], latest["one_text"]) < _MOST:
             return {}
         batches = _batches(min(len(self._recent), _FEW))
@@ -170,7 +169,7 @@ class Advice:
         cure = "the weight of what rewards such a text, or the learning rate" if full else "the learning rate"
         return {"collapsed": f"In the last {batches}, {what}: the policy has collapsed{on}{but}. Lower {cure}."}
 
-    def _of_groups(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
+    def _of_groups(self, table: pd.DataFrame, batches: str) -> dict[str, str]:
         said, dead, limit = {}, table["dead"].mean(), self.args.max_completion_length
         # Without one, transformers' `generate` ends after 20 tokens
         at_limit, higher = ("", "") if limit is None else (f" at {limit} tokens", f": {2 * limit}")
@@ -198,14 +197,14 @@ class Advice:
         skips = self.args.strategy == "lze" or self.args.pruning in ("skip", "refill")
         return "Use harder prompts." if cause == "solved" and skips else _CURES[cause]
 
-    def _of_values(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
+    def _of_values(self, table: pd.DataFrame, batches: str) -> dict[str, str]:
         """Name the values of a column of the data whose groups were all dead, while others of it lived."""
         said: dict[str, str] = {}
         sums: defaultdict[str, Counter] = defaultdict(Counter)
-        for name, numbers in table.items():
+        for name in table:
             key, _, counted = name.partition("/")
             if counted:
-                sums[key][counted] += np.nansum(numbers)
+                sums[key][counted] += table[name].sum()
         for key, own in sums.items():
             of_column = [other for name, other in sums.items() if name.split(" = ")[0] == key.split(" = ")[0]]
             share = own["completions"] / max(sum(other["completions"] for other in of_column), 1.0)
@@ -217,7 +216,7 @@ class Advice:
                 )
         return said
 
-    def _of_size(self, table: dict[str, np.ndarray], dead: float, batches: str) -> dict[str, str]:
+    def _of_size(self, table: pd.DataFrame, dead: float, batches: str) -> dict[str, str]:
         """Say that groups are too small for the pass rate, if as many are dead as chance makes dead where every prompt passes as often."""
         size, rate = self.args.num_generations, table["outcome"].mean()
         by_chance = dead_at(rate, size)
@@ -232,15 +231,13 @@ class Advice:
             )
         }
 
-    def _of_rewards(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
+    def _of_rewards(self, table: pd.DataFrame, batches: str) -> dict[str, str]:
         if len(self.reward_names) < 2:
             return {}
-        said, whole = {}, ~np.isnan(table["dead_whole"])
-        dead = table["dead_whole"][whole].mean() if whole.any() else 1.0
-        main = self._main_reward(table)
+        said, dead, main = {}, table["dead_whole"].mean(), self._main_reward(table)
         for i, name in enumerate(self.reward_names):
             low, high = table[f"low.{i}"].min(), table[f"high.{i}"].max()
-            without = table[f"without.{i}"][whole].mean() if whole.any() else 1.0
+            without = table[f"without.{i}"].mean()
             if low > high:
                 said[f"reward.{i}"] = (
                     f"The reward `{name}` was None for every completion of the last {batches}: its format was never parsed, or it "
@@ -258,7 +255,7 @@ class Advice:
                 )
         return said
 
-    def _main_reward(self, table: dict[str, np.ndarray]) -> int:
+    def _main_reward(self, table: pd.DataFrame) -> int:
         """Return the place of the reward to be learned: the one that says whether a completion is right, else the one that can give the most."""
         if (name := accuracy_reward(self.args.pass_reward, self.reward_names)) in self.reward_names:
             return self.reward_names.index(str(name))
@@ -267,15 +264,14 @@ class Advice:
         most = [abs(weight) * high if weight else -np.inf for weight, high in zip(weights, highest, strict=True)]
         return int(np.argmax(most))
 
-    def _of_settings(self, table: dict[str, np.ndarray], batches: str) -> dict[str, str]:
-        said, prices = {}, table["price"][~np.isnan(table["price"])]
+    def _of_settings(self, table: pd.DataFrame, batches: str) -> dict[str, str]:
+        said, price, moved = {}, table["price"].mean(), table["moved"]
         if not table["rate"].any():
             said["learning_rate"] = (
                 f"The learning rate was 0 in each of the last {batches}: no weight changes. Set `learning_rate`, and check the "
                 "warmup and the scheduler."
             )
-        moved = table["moved"][~np.isnan(table["moved"])]
-        if len(moved) >= _FEW and moved.mean() < _MOVES:
+        if moved.count() >= _FEW and moved.mean() < _MOVES:
             said["bfloat16"] = (
                 f"Only {moved.mean():.2%} of the weights moved between two batches of the last {batches}, in bfloat16: rounding swallows "
                 "updates, and servers sample from weights that lag behind. Raise `learning_rate`; or keep the weights in float32, the "
@@ -291,13 +287,13 @@ class Advice:
                 f"The gate had no log-probabilities of the completions of the last {batches}: it judges by rewards alone, and saves less. "
                 "Let your `rollout_func` return `logprobs`."
             )
-        if len(prices) and prices.mean() < _WORTH:
+        if price < _WORTH:
             # A recording does not hold the rewards of single completions, which a gate goes by
             where = "`lze-trl forecast` on the folder of this run"
             if table["graded"].any():
                 where = "`lze-trl forecast` on the recipe, or `trainer.forecast()`,"
             said["gate"] = (
-                f"`strategy: gate` would have rolled out at most {prices.mean():.2f} × the completions of the last {batches} for as "
+                f"`strategy: gate` would have rolled out at most {price:.2f} × the completions of the last {batches} for as "
                 f"many live groups each. {where} prices it."
             )
         return said

@@ -18,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from .cards import cards, saved
 from .curves import value_tables
-from .evaluations import first_and_last, read_results, rows_of, text_table
+from .evaluations import first_and_last, read_results, table_of
 from .numbers import PACED, fixed, pace
 from .reader import open_run
 from .schema import TelemetryError
@@ -125,7 +125,7 @@ class RunSummary(TrainerCallback):
                 lines += [f"{name.capitalize()} (sampled): {shown}"] if shown else []
         lines += [f"advice: {line}" for line in self.advice(True).values()]
         if evaluations := first_and_last(read_results(args.output_dir)):
-            lines += ["Evaluations", text_table(*rows_of(evaluations))]
+            lines += ["Evaluations", f"{table_of(evaluations).to_string(index=False)}\n"]
         lines += by_value
         lines += [f"{label + ':':<11}{path}" for label, path in files.items()]
         _write("\n".join(["", *lines]))

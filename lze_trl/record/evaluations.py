@@ -31,7 +31,7 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the results of one evaluation. A file that is damaged, or something else, gives none and is reported once."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-        rows_of({"": results})
+        table_of({"": results})
         return dict(results)
     except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         _warn_once(path, repr(error))
@@ -63,8 +63,8 @@ def task_curves(run_dir: str | Path) -> dict[str, pd.Series]:
     return {name: pd.Series(values, dtype=float) for name, values in found.items()}
 
 
-def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Make heading and rows of a table of evaluations, one row for each task and metric, shares in percent."""
+def table_of(evaluations: dict[str, dict[str, Any]]) -> pd.DataFrame:
+    """Tabulate evaluations, one row for each task and metric, shares in percent."""
     rows = []
     for name, results in evaluations.items():
         for task, found in results["tasks"].items():
@@ -74,15 +74,10 @@ def rows_of(evaluations: dict[str, dict[str, Any]]) -> tuple[list[str], list[lis
             rows += [[name, task, f"{found['problems']:,}", metric, text] for metric, text in shown.items()]
         for metric, estimate in (results["mean"] or {}).items():
             rows.append([name, "mean over tasks", "", metric, interval_text(estimate)])
-    return ["evaluation", "task", "problems", "metric", "% [95 % interval]"], rows
+    return pd.DataFrame(rows, columns=["evaluation", "task", "problems", "metric", "% [95 % interval]"])
 
 
 def interval_text(estimate: Iterable[float | None], sign: str = "") -> str:
     """Write a share and its interval in percent, such as "12.5 [9.1, 16.0]"; the sign `"+"` is for differences."""
     value, low, high = (None if number is None else f"{100 * number:{sign}.1f}" for number in estimate)
     return value if low is None else f"{value} [{low}, {high}]"  # type: ignore[return-value]  # a share is never `None`
-
-
-def text_table(heading: list[str], rows: list[list[str]]) -> str:
-    """Write a plain-text table."""
-    return pd.DataFrame(rows, columns=heading).to_string(index=False) + "\n"

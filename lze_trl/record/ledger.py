@@ -33,18 +33,15 @@ class TokenCost:
 
 def token_cost(model: "nn.Module", gradient_checkpointing: bool) -> TokenCost:
     """Count the FLOPs per token of a model, attention scores left out."""
-
-    def size(parameter: Any) -> int:
-        # Under ZeRO-3 a parameter is empty on each process, and its full size lies beside it
-        return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
-
     of_transformers: Any = model
     embedding, head = of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     looked_up = set() if tied else {id(parameter) for parameter in embedding.parameters()}
     weights = [parameter for parameter in model.parameters() if id(parameter) not in looked_up]
-    total = float(sum(size(parameter) for parameter in weights))
-    trainable = float(sum(size(parameter) for parameter in weights if parameter.requires_grad))
+    # Under ZeRO-3 a parameter is empty on each process, and its full size lies beside it
+    sizes = [float(getattr(weight, "ds_numel", weight.numel())) for weight in weights]
+    total = sum(sizes)
+    trainable = sum(size for size, weight in zip(sizes, weights, strict=True) if weight.requires_grad)
     recomputed = 2.0 * total if gradient_checkpointing else 0.0
     return TokenCost(forward=2.0 * total, train=4.0 * total + 2.0 * trainable + recomputed)
 

@@ -93,23 +93,17 @@ class Run:
         self.version: tuple | None = None  # changes when `refresh` finds something new
         self._has_states = False  # whether the states of the prompts are those of this version
         self._database: duckdb.DuckDBPyConnection | None = None  # while it is not closed
-        self._link: tempfile.TemporaryDirectory | None = None  # another path to the folder, if DuckDB needs one
+        self._folder = self.directory
+        if _PATTERN.search(str(self.directory)):  # DuckDB takes another path to it
+            self._link = tempfile.TemporaryDirectory(prefix="lze-trl-")
+            self._folder = Path(self._link.name, "run")
+            self._folder.symlink_to(self.directory, target_is_directory=True)
         self.refresh()
 
     @property
     def name(self) -> str:
         """Name of the run's directory."""
         return displayed(self.directory.parent.name if self.directory.name == DIRECTORY else self.directory.name)
-
-    @property
-    def _folder(self) -> Path:
-        """The folder by a path that DuckDB takes as it is written."""
-        if not _PATTERN.search(str(self.directory)):
-            return self.directory
-        if self._link is None:
-            self._link = tempfile.TemporaryDirectory(prefix="lze-trl-")
-            Path(self._link.name, "run").symlink_to(self.directory, target_is_directory=True)
-        return Path(self._link.name, "run")
 
     def close(self):
         """Release the query engine's memory; the next query opens it again."""

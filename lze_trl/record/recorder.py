@@ -77,12 +77,12 @@ class Recorder:
     def advise(self, lines: dict[str, str]):
         """Record the sentences of [`~lze_trl.record.advice.Advice`]."""
         if self._writer is not None:
-            self._writer.advise(list(lines.values()))
+            self._writer.tell(advice=list(lines.values()))
 
     def wait(self, words: str, generation: int):
         """Record what the run waits for, `""` for nothing, before the batch `generation`."""
         if writer := self._open(generation):
-            writer.wait(words)
+            writer.tell(waits_for=words)
 
     def flush(self):
         """Write what has been recorded so far."""

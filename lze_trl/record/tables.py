@@ -48,13 +48,8 @@ _PROMPT_COLUMNS = {
 _ROW_COLUMNS = {"outcomes": "outcome", "rewards": "reward", "rewards_per_func": "rewards"}
 # Other columns follow from these, or only serve the training
 _NO_PROMPT_COLUMNS = (
-    "alive",
-    "solved",
-    "hopeless",
-    "forgotten",
-    "weights",
-    "completion_probability",
-    "start_probability",
+    *("alive", "solved", "hopeless", "forgotten"),
+    *("weights", "completion_probability", "start_probability"),
 )
 _NO_ROW_COLUMNS = ("scores", "signals", "logprobs", "prompt_tokens", "owner", "place", "shuffled")
 # Of a batch of which pruning has left nothing

@@ -97,16 +97,10 @@ class TelemetryWriter:
         columns = when | {"name": list(numbers), "value": list(numbers.values())}
         self._queue.append((f"A log of step {step}", lambda: {"steps": to_table(columns)}))
 
-    def advise(self, lines: list[str]):
-        """Write the sentences of advice that are due, if they are others than before."""
-        if lines != self._status.advice:
-            self._status.advice = lines
-            self._write_status()
-
-    def wait(self, words: str):
-        """Write what the run waits for, if it is something else than before."""
-        if words != self._status.waits_for:
-            self._status.waits_for = words
+    def tell(self, **facts: Any):
+        """Write fields of the [`~lze_trl.record.schema.Status`], `advice` or `waits_for`, if they are others than before."""
+        if any(vars(self._status)[name] != value for name, value in facts.items()):
+            vars(self._status).update(facts)
             self._write_status()
 
     def flush(self):
