@@ -75,12 +75,11 @@ def same_answer(one: str, other: str) -> bool:
 
 @in_main_thread
 def _equal_votes(one: str, other: str) -> bool:
-    return run_with_timeout(_equal_texts, one, other)
+    def equal() -> bool:
+        a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
+        return a is not None and b is not None and (answers_equal(a, b) or answers_equal(b, a))
 
-
-def _equal_texts(one: str, other: str) -> bool:
-    a, b = (read_gold(f"\\boxed{{{text}}}") for text in (one, other))
-    return a is not None and b is not None and (answers_equal(a, b) or answers_equal(b, a))
+    return run_with_timeout(equal)
 
 
 def answer_classes(votes: Sequence[str | None], same: Callable[[str, str], bool]) -> np.ndarray:
@@ -168,7 +167,8 @@ class MajorityReward:
             classes = answer_classes(votes, same_answer)
         counts = np.bincount(classes[classes >= 0], minlength=2)  # votes of each class
         wins = classes == counts.argmax()  # the first of several
-        winner = _most_frequent([vote for vote, won in zip(votes, wins, strict=True) if won])
+        winning: list[Any] = [vote for vote, won in zip(votes, wins, strict=True) if won]
+        winner = min(winning, key=lambda vote: (-winning.count(vote), vote), default=None)  # the most frequent one
         share, valid_share = float(counts.max() / len(votes)), float(counts.sum() / len(votes))
         reasons = self._reasons(counts, share, valid_share) if final else {}
         reason = next((name for name, applies in reasons.items() if applies), None)
@@ -189,12 +189,6 @@ class MajorityReward:
         has_few_votes = valid_share < self.min_valid or valid_share == 0.0
         applies = has_few_votes, share < low, share > high, bool(most - next_most < self.margin)
         return dict(zip(REASONS_TO_ABSTAIN, applies, strict=True))
-
-
-def _most_frequent(texts: Sequence[str | None]) -> str | None:
-    """Return the most frequent text, the first in the alphabet of several; `None` of no texts."""
-    counts = Counter(texts)
-    return min(counts, key=lambda text: (-counts[text], text or ""), default=None)
 
 
 def _label_metrics(winner: str | None, gold: Any) -> dict[str, float]:
