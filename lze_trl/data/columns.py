@@ -135,8 +135,6 @@ class Columns:
 
     def _best_option_reading(self) -> str:
         """Find how gold answers name the right option: by its label, its text or its number, whichever fits most of the first rows."""
-        if not self.options:
-            return "label"
         rows = [(self._answer_text(row), *self._options(row)) for row in self._rows_with_answer]
         golds = [
             (gold, _boxed_or_marked(gold) or gold, labels, texts) for gold, labels, texts in rows if gold and texts

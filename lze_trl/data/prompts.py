@@ -103,7 +103,11 @@ def load_prompts(
     parsed = parse_reference(reference)
     is_gym = reference.startswith(GYM)  # whose verifiers need no gold answers; some tasks have none
     table = load_gym(reference) if is_gym else load_table(parsed)
-    features, table = table.features, _undecoded(table)
+    features = table.features
+    for name, feature in features.items():
+        # Images stay bytes: decoded ones take gigabytes, and would be compressed again when they are written
+        if (stored := media_as_stored(feature)) != feature:
+            table = table.cast_column(name, stored)
     given = {"prompt_column": prompt_column, "answer_column": answer_column, "option_column": option_column}
     try:
         columns = Columns(table, parsed.label, given | {"context_columns": context_columns}, unlabelled or is_gym)
@@ -129,14 +133,6 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
             features[name] = feature if features.get(name, feature) == feature else common
     alike = [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
     return concatenate_datasets(alike)
-
-
-def _undecoded(table: Dataset) -> Dataset:
-    """Return a table with images as bytes: decoded ones take gigabytes, and would be compressed again when they are written."""
-    for name, feature in table.features.items():
-        if (stored := media_as_stored(feature)) != feature:
-            table = table.cast_column(name, stored)
-    return table
 
 
 def _converted(table: Dataset, features: Features, columns: Columns, style: PromptStyle) -> Dataset:

@@ -157,16 +157,14 @@ class Writer:
         return [[Item(text.strip(), True) for text in texts if text.strip()] for texts in answers]
 
     def _asked(self, shown: list[list[str]], ask: Any) -> list[list[Item]]:
-        problems = [Problem(f"write-{self.rounds}", self._prompt(texts), None) for texts in shown]
+        prompts: list[Any] = [request_text(texts) for texts in shown]
+        if self.decoding.chat:
+            system = {"role": "system", "content": SYSTEM_PROMPT}
+            prompts = [[system, {"role": "user", "content": text}] for text in prompts]
+        problems = [Problem(f"write-{self.rounds}", prompt, None) for prompt in prompts]
         requests = [SampleRequest(problem, i) for i, problem in enumerate(problems)]
         answers = {request.sample: output for request, output in ask(requests, self.decoding)}
         return [read_problems(answers[i].text, len(texts), answers[i].truncated) for i, texts in enumerate(shown)]
-
-    def _prompt(self, exemplars: list[str]) -> str | list[dict[str, str]]:
-        text = request_text(exemplars)
-        if not self.decoding.chat:
-            return text
-        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": text}]
 
 
 def id_in_words(text: str) -> str:
