@@ -259,11 +259,11 @@ def equal_as_text(gold: str, answer: str) -> bool | None:
     for form, read in _FORMS:
         if form.fullmatch(gold) and form.fullmatch(answer):
             return read(gold) == read(answer)
-    bases = _BASE.findall(gold), _BASE.findall(answer)
-    is_one_of_two = _DATE.fullmatch(gold) or _DATE.fullmatch(answer)
     for one, other in ((gold, answer), (answer, gold)):
-        is_one_of_two = is_one_of_two or (_SET_OF_VALUES.fullmatch(one) and _PAIR.fullmatch(other))
-    if is_one_of_two or (all(bases) and bases[0] != bases[1]):
+        if _DATE.fullmatch(one) or (_SET_OF_VALUES.fullmatch(one) and _PAIR.fullmatch(other)):
+            return False
+    bases = _BASE.findall(gold), _BASE.findall(answer)
+    if all(bases) and bases[0] != bases[1]:
         return False
     decimals = _DECIMAL.fullmatch(gold), _DECIMAL.fullmatch(answer)
     if decimals[0] is None or decimals[1] is None:

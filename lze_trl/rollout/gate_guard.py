@@ -4,7 +4,7 @@ import logging
 
 import numpy as np
 
-from ..batch import Batch, Prompts, group_variance
+from ..batch import Batch, Prompts, group_variance, places
 from ..memory.regression import SCORE_MEMORY
 from ..memory.state import PromptState
 from .controllers import Gate
@@ -113,8 +113,8 @@ class GateGuard:
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
         """Continue from a checkpoint; a run without a guard lets the gate decide."""
-        self._gate, self._uniform, self._recent = (state[name].copy() for name in ("gate", "uniform", "recent"))
-        self._expected, self._capital = state.get("expected", np.zeros(4)).copy(), state["capital"].copy()
+        names = ("gate", "uniform", "recent", "expected", "capital")
+        self._gate, self._uniform, self._recent, self._expected, self._capital = (state[name].copy() for name in names)
         self.stopped.load_state_dict(state)
         self.draws_whole = self.on and bool(state["whole"][0])
 
@@ -141,6 +141,5 @@ def guard_evidence(
 def _tokens(drawn: Batch) -> np.ndarray:
     """Count the tokens of the first completion of each group, and of the others, shape `(2, P)`."""
     tokens = drawn.prompt_tokens + drawn.completion_tokens
-    is_first = np.zeros(drawn.num_rows, dtype=bool)
-    is_first[drawn.first_rows] = True
+    is_first = places(drawn.group) == 0
     return np.stack([np.bincount(drawn.group, tokens * rows, drawn.num_groups) for rows in (is_first, ~is_first)])
