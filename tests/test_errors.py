@@ -33,19 +33,12 @@ INSTRUCT = {"self_play": {"instruct": True}, "max_steps": 2}
 NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum"}
 VOTES = {"reward_funcs": MajorityReward()}
 STREAM = {"dataset": tiny.prompts(11).to_iterable_dataset()}
-USER, TEXTS = {"role": "user"}, [f"{i}+{i}=" for i in range(11)]
-
-
-def prompted(*prompts):
-    """A dataset as one of the settings."""
-    return {"dataset": Dataset.from_dict({"prompt": list(prompts)})}
-
+LONG = {"dataset": Dataset.from_dict({"prompt": ["1+1="] * 2200 + [""]})}
 
 # What the error names, the settings, and arguments of the trainer
 REFUSED = [
     ("reward_range", {"reward_range": [0.0, 1.0], "pass_threshold": 0.5}, {}),
     ("pass_threshold", {"reward_range": [0.0, 1.0], "strategy": "reinforce_ada", "pass_threshold": None}, {}),
-    ("reward_range", {"reward_range": [1.0, 0.0]}, {}),
     ("advantage_estimator", {"advantage_estimator": "ppo"}, {}),
     ("scale_rewards", {**RPP, "scale_rewards": "group"}, {}),
     ("multi_objective_aggregation", {**RPP, **NORMALIZED}, {}),
@@ -75,10 +68,7 @@ REFUSED = [
     ("`planner`.*stream", STREAM, {"planner": SolvedPlanner()}),
     ("`strategy='exact'` .`controller='uniform'`.*stream", {**STREAM, "controller": "dynamic"}, {}),
     ("`self_play={'instruct': True}`.*stream", {**STREAM, **INSTRUCT}, {}),
-    (r"training set has .* prompt of row 11\.", prompted(*TEXTS, None), {}),
-    (r"training set has .* prompt of row 2200\.", prompted(*TEXTS * 200, ""), {}),
-    (r"training set has .* prompt of row 0\.", prompted(*range(11)), {}),
-    (r"training set has .* prompt of row 1\.", prompted([USER | {"content": "1"}], [USER | {"content": None}]), {}),
+    (r"training set has .* prompt of row 2200\.", LONG, {}),
     ("`selector` must be an object of your own", {}, {"selector": "energy"}),
     ("`controller` must be an object of your own", {}, {"controller": Gate}),
     ("`MajorityReward` is a class", {"reward_funcs": MajorityReward}, {}),
@@ -97,13 +87,10 @@ def test_a_training_that_would_change_nothing_is_refused(tmp_path):
         get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
         return PeftModel.from_pretrained(tiny.model(), tmp_path / "adapter", **kwargs)
 
-    other = torch.optim.SGD(tiny.model().parameters(), lr=0.1)
+    other, frozen = torch.optim.SGD(tiny.model().parameters(), lr=0.1), tiny.model().requires_grad_(False)
     for message, given in (
         ("Load the adapter with `PeftModel.from_pretrained", {"model": adapted()}),
-        (
-            "No weight of the model is trainable, so a training would change nothing. Set",
-            {"model": tiny.model().requires_grad_(False)},
-        ),
+        ("No weight of the model is trainable, so a training would change nothing. Set", {"model": frozen}),
         ("`optimizers` has no trainable weight", {"optimizers": (other, None)}),
     ):
         trainer = make(tmp_path / "run", trainer=given)

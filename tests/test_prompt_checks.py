@@ -2,7 +2,8 @@
 
 import json
 import logging
-from datetime import date
+from datetime import date, datetime
+from decimal import Decimal
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from lze_trl.prompt_checks import Context, context_of, is_prompt, token_counter
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 USER = {"role": "user", "content": "1+1="}
 CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TEMPLATE = "{% for m in messages %}{{ m['content'] or '' }}{% for call in m['tool_calls'] or () %}{{ call.function.name }}{% endfor %}{% endfor %}"
 
 
@@ -61,6 +63,9 @@ COLUMNS = {
     "large": (Value("large_string"), ["a", "b"]),
     "fixed": (List(Value("int8"), length=2), [[1, 2], [3, 4]]),
     "day": (Value("date32"), [date(2026, 1, 2), date(2026, 1, 3)]),
+    "moment": (Value("timestamp[us]"), [datetime(2026, 1, 2, 3), None]),
+    "decimal": (Value("decimal128(5, 2)"), [Decimal("2.50"), None]),
+    "binary": (Value("binary"), [b"2", None]),
     "image": (Image(), [{"bytes": b"no picture", "path": None}, {"bytes": b"another", "path": None}]),
     "images": (List(Image()), [[{"bytes": b"no picture", "path": None}], []]),
     "audio": (Audio(), [{"bytes": b"no sound", "path": None}, {"bytes": b"another", "path": None}]),
@@ -85,17 +90,8 @@ def test_a_row_has_the_same_id_however_its_columns_are_stored(kind):
 
 # ---- What is no prompt ----
 
-NO_PROMPTS = [
-    5,
-    "",
-    [],
-    None,
-    ["hi", "ho"],
-    [{"role": "user"}],
-    [{"content": "1"}],
-    [USER, "ho"],
-    [{**USER, "content": 5}],
-]
+NO_PROMPTS = [5, "", [], None, ["hi", "ho"], [{"role": "user"}], [{"content": "1"}]]
+NO_PROMPTS += [[USER, "ho"], [{**USER, "content": 5}]]
 
 
 @pytest.mark.parametrize("prompt", NO_PROMPTS)
@@ -103,9 +99,8 @@ def test_what_is_no_prompt_is_named_with_its_row_wherever_it_comes_in(tmp_path, 
     assert not is_prompt(prompt)
     rows = [{"prompt": [USER], "n": i} for i in range(11)] + [{"prompt": prompt, "n": 11}]
     dataset = Dataset.from_list(rows, on_mixed_types="use_json")
-    with pytest.raises(
-        ValueError, match=r"training set has .* as the prompt of row 11\. A prompt is a text.*Mend the row"
-    ):
+    message = r"training set has .* as the prompt of row 11\. A prompt is a text.*Mend the row"
+    with pytest.raises(ValueError, match=message):
         tiny.make(tmp_path, dataset=dataset)
     with pytest.raises(ValueError, match=r"evaluation set 'held' has .* as the prompt of row 11\."):
         tiny.make(tmp_path, trainer={"eval_dataset": {"held": dataset}})
@@ -221,19 +216,16 @@ def test_few_prompts_are_tokenized_and_none_is_missed(prompts, length, completio
 
 
 @pytest.mark.parametrize(
-    ("settings", "context"),
+    ("rope", "context"),
     [
         ({}, 64),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 256),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 128),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}}, 64),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16} | LLAMA3, 64),
     ],
 )
-def test_the_context_of_a_model(settings, context):
-    settings.get("rope_parameters", {}).setdefault("rope_theta", 1e4)
-    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    if settings and settings["rope_parameters"]["rope_type"] == "llama3":
-        settings["rope_parameters"] |= llama3
+def test_the_context_of_a_model(rope, context):
+    settings = {"rope_parameters": rope | {"rope_theta": 1e4}} if rope else {}
     assert context_of(Qwen2Config(max_position_embeddings=64, **settings)) == context
 
 
