@@ -111,9 +111,7 @@ class NotingTrainer(LZEGRPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.drawn, self.trained = [], []
-        remember = self.generation_step._remember
-        self.generation_step._remember = lambda drawn: self.drawn.append(drawn) or remember(drawn)
+        self.drawn, self.trained = tiny.drawn_by(self), []
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         names = ("completion_mask", "completion_ids", "prompt_ids", "advantages")

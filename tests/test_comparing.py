@@ -8,11 +8,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 
 import tiny
 from controllers_run import CONTROLLERS, FixedTrainer
 from launches import on_processes
+from test_laws import distance
 from votes_run import InRounds
 
 
@@ -60,37 +60,22 @@ JUDGES = {judge.__name__: judge for judge in (ranked, best, normalised, awaited,
 ROUNDS = CONTROLLERS | {"own": {}}
 
 
-class JudgedTrainer(FixedTrainer):
-    """Keeps the completions and rewards of every batch."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.drawn = []
-        remember, step = self.generation_step._remember, self.generation_step
-        step._remember = lambda drawn: self.drawn.append(drawn) or remember(drawn)
-
-
 def train(directory, judge, name, resume=False, **settings):
+    """A trainer that has trained, with all batches that it has drawn."""
     own = {"controller": InRounds([[1, 1], [2, 0], [1, 3]])} if name == "own" else {}
-    settings = (
-        ROUNDS[name] | {"strategy": "lze", "num_generations": GROUP, "per_device_train_batch_size": 24} | settings
-    )
-    settings |= {} if name == "own" else {"controller": name, "pass_threshold": 0.5}
-    given = {"cls": JudgedTrainer, "reward_funcs": judge, "dataset": tiny.prompts(17), "trainer": own}
-    trainer = tiny.make(directory, **given, **settings)
+    usual = {"strategy": "lze", "num_generations": GROUP, "per_device_train_batch_size": 24}
+    usual |= {} if name == "own" else {"controller": name, "pass_threshold": 0.5}
+    trainer = tiny.make(directory, FixedTrainer, judge, tiny.prompts(17), own, **ROUNDS[name] | usual | settings)
+    trainer.drawn = tiny.drawn_by(trainer)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 def judged_whole(judge, drawn) -> np.ndarray:
     """What a judge says of the whole groups of a batch, in the order of its rows."""
-    held = [{name: values[place] for name, values in drawn.held.items()} for place in drawn.place]
-    score = asyncio.run(judge(**_columns(held))) if judge is awaited else judge(**_columns(held))
-    return np.asarray(score, dtype=np.float32)
-
-
-def _columns(held):
-    return {"prompts": [row["prompt"] for row in held], "completion_ids": [row["completion_ids"] for row in held]}
+    prompts, completions = ([drawn.held[name][i] for i in drawn.place] for name in ("prompt", "completion_ids"))
+    score = judge(prompts=prompts, completion_ids=completions)
+    return np.asarray(asyncio.run(score) if judge is awaited else score, dtype=np.float32)
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
@@ -122,15 +107,11 @@ def test_scores_that_are_given_up_leave_the_range_as_it_was(tmp_path):
     assert trainer.ledger.rows_given_up > 0 and trainer.prompt_state.range.bounds == (0.0, 1.0)
 
 
-def weights(trainer):
-    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-
-
 def test_a_resumed_run_knows_what_compares(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = train(tmp_path, best, "gate", **settings)
     resumed = train(tmp_path, best, "gate", resume=str(tmp_path / "checkpoint-2"), **settings)
-    assert torch.equal(weights(resumed), weights(whole))
+    assert distance(resumed, whole) == 0.0
     assert resumed.ledger.rows_given_up == whole.ledger.rows_given_up > 0
 
 
@@ -147,7 +128,7 @@ def test_what_scores_each_completion_by_itself_is_left_alone(tmp_path, caplog, n
 
     said.compares_completions = False
     asked, known = (train(tmp_path / str(i), func, name, max_steps=12) for i, func in enumerate((own, said)))
-    assert torch.equal(weights(asked), weights(known)) and asked.ledger.rows_given_up == 0
+    assert distance(asked, known) == 0.0 and asked.ledger.rows_given_up == 0
     assert not [line for line in caplog.messages if "compares the completions" in line]
     assert 0 < calls[True] <= 8 * 10  # in at most two rounds of batches 1, 2, 3, 4 and 8
 
@@ -169,16 +150,10 @@ def test_chance_is_taken_for_a_comparison_and_a_bug_is_raised(tmp_path, caplog):
 
 def shared(directory, name):
     """A process of a run whose groups do not divide evenly over two of them."""
-    trainer = train(
-        directory, best, name, per_device_train_batch_size=10, num_generations=GROUP, gradient_accumulation_steps=1
-    )
+    trainer = train(directory, best, name, per_device_train_batch_size=10)
     for drawn in trainer.drawn:
-        inputs = [
-            {"prompts": p, "completion_ids": c}
-            for p, c in zip(*map(drawn.gathered, (drawn.held["prompt"], drawn.held["completion_ids"])), strict=True)
-        ]
-        expected = best([row["prompts"] for row in inputs], [row["completion_ids"] for row in inputs])
-        np.testing.assert_allclose(drawn.rewards_per_func[:, 0], expected)
+        prompts, completions = (drawn.gathered(drawn.held[name]) for name in ("prompt", "completion_ids"))
+        np.testing.assert_allclose(drawn.rewards_per_func[:, 0], best(prompts, completions))
 
 
 @pytest.mark.parametrize("name", ["gate", "dynamic", "own"])

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2ForSequenceClassification
 from trl import GRPOTrainer
 
 import tiny
@@ -40,19 +39,10 @@ def picky_reward(completions, **kwargs):
     return [None if len(text) % 3 == 0 else len(text) % 2 for text in completions]
 
 
-def reward_model() -> Qwen2ForSequenceClassification:
-    """Scores within ±0.05."""
-    config = tiny.model().config
-    torch.manual_seed(3)
-    model = Qwen2ForSequenceClassification(type(config)(**config.to_dict() | {"num_labels": 1}))
-    model.score.weight.data.mul_(0.05 / 4)
-    return model.eval()
-
-
 def make(trainer_class, directory, reward_funcs, rollout_func=same_for_some, **settings):
     own = {"rollout_func": rollout_func}
-    if reward_funcs is reward_model:
-        reward_funcs, own["reward_processing_classes"] = reward_model(), tiny.tokenizer()
+    if reward_funcs is tiny.reward_model:
+        reward_funcs, own["reward_processing_classes"] = tiny.reward_model(), tiny.tokenizer()
     settings = {"optim": "sgd", "learning_rate": 0.5} | settings
     return tiny.make(directory, trainer_class, reward_funcs, tiny.prompts(17), own, **settings)
 
@@ -68,7 +58,7 @@ REWARDS = {
     "graded": {"reward_funcs": error_reward},
     "format and correct": {"reward_funcs": [format_reward, even_length_reward]},
     "graded and correct": {"reward_funcs": [error_reward, even_length_reward], "reward_weights": [0.3, 0.7]},
-    "reward model": {"reward_funcs": reward_model},
+    "reward model": {"reward_funcs": tiny.reward_model},
     "some None": {"reward_funcs": [picky_reward, error_reward]},
     "negative weights": {"reward_funcs": [error_reward, even_length_reward], "reward_weights": [-1.0, -0.5]},
     "one weight 0": {"reward_funcs": [even_length_reward, error_reward], "reward_weights": [1.0, 0.0]},
@@ -197,7 +187,7 @@ def test_reinforce_ada_refuses_a_graded_function_before_anything_is_lost(tmp_pat
 
 
 def test_an_infinite_reward_of_a_model_is_refused(tmp_path):
-    trainer = make(LZEGRPOTrainer, tmp_path, reward_model)
+    trainer = make(LZEGRPOTrainer, tmp_path, tiny.reward_model)
     trainer.reward_funcs[0].score.register_forward_hook(lambda module, given, scores: scores + float("inf"))
     with pytest.raises(ValueError, match=f"'{trainer.reward_func_names[0]}' returned an infinite reward"):
         trainer._calculate_rewards([{}] * 2, ["1+1="] * 2, ["2"] * 2, [[4]] * 2)

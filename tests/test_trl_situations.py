@@ -11,22 +11,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, Qwen2ForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
 
 import tiny
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-
-
-def reward_model(seed: int = 0) -> Qwen2ForSequenceClassification:
-    """Scores within about ±0.05, of either sign."""
-    config = tiny.model(seed).config
-    config.num_labels = 1
-    torch.manual_seed(seed)
-    model = Qwen2ForSequenceClassification(config)
-    with torch.no_grad():
-        model.score.weight.mul_(0.02 / model.score.weight.std())
-    return model
 
 
 def length(completions, **kwargs):
@@ -52,7 +41,7 @@ def saved(tmp_path_factory) -> str:
 
 def trainer_of(directory, model, reward_funcs=None, trainer=None, peft_config=None, **settings) -> LZEGRPOTrainer:
     """Three prompts of four completions a batch, two steps; what learns is set by defaults."""
-    funcs = [reward_model()] if reward_funcs is None else reward_funcs
+    funcs = [tiny.reward_model()] if reward_funcs is None else reward_funcs
     encoders = [tiny.tokenizer() if isinstance(func, torch.nn.Module) else None for func in funcs]
     given = {"model": model, "peft_config": peft_config, "reward_processing_classes": encoders} | (trainer or {})
     usual = {"learning_rate": 0.1, "max_completion_length": 8, "max_steps": 2}
@@ -84,25 +73,20 @@ def lora(**kwargs) -> LoraConfig:
 
 
 ACCUMULATED = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
-SAMPLING = {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1}
+# One group a batch
+SAMPLING = {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1, "per_device_train_batch_size": 4}
 BEAMS = {"bf16": False, "gradient_checkpointing": False, "generation_kwargs": {"num_beams": 2, "length_penalty": -0.1}}
 LOGGED = {"dataloader_num_workers": 2, "log_completions": True, "num_completions_to_print": 1}
 HEAD_IN_FLOAT = {"loss_type": "dapo", "delta": 2.0, "cast_lm_head_to_fp32": True, "scale_rewards": "batch"}
+HEAD_IN_FULL = lora(modules_to_save=["lm_head"])
 # Further settings of TRL and sets of reward functions, several in one training. `test_laws.py` has those of the loss
 SETTINGS = {
     "clipped ratio, head in float32": (None, HEAD_IN_FLOAT | ACCUMULATED | {"num_iterations": 2}),
     "weights, async, KL": ([length, digits], {"beta": 0.1, "reward_weights": [0.7, -0.3]} | ACCUMULATED),
-    # One group a batch
-    "sampling, padding": (
-        [length, not_applicable],
-        {"per_device_train_batch_size": 4, "pad_to_multiple_of": 8} | SAMPLING,
-    ),
+    "sampling, padding": ([length, not_applicable], SAMPLING | {"pad_to_multiple_of": 8}),
     "loader with workers, log of completions": ([sometimes, length], LOGGED),
-    "float32, beams": ([length, reward_model()], BEAMS),
-    "LoRA, with the head in full": (
-        None,
-        {"peft_config": lora(modules_to_save=["lm_head"]), "beta": 0.1} | ACCUMULATED,
-    ),
+    "float32, beams": ([length, tiny.reward_model()], BEAMS),
+    "LoRA, with the head in full": (None, {"peft_config": HEAD_IN_FULL, "beta": 0.1} | ACCUMULATED),
 }
 
 
@@ -206,8 +190,7 @@ def test_nothing_is_learned_where_every_completion_is_masked(tmp_path, saved):
 
 def test_checkpoints_and_a_model_by_name_with_all_other_settings_left_open(tmp_path, saved, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trainer = LZEGRPOTrainer(
-        saved, length, LZEGRPOConfig(use_cpu=True, max_completion_length=8, max_steps=1), tiny.prompts(11)
-    )
+    args = LZEGRPOConfig(use_cpu=True, max_completion_length=8, max_steps=1)
+    trainer = LZEGRPOTrainer(saved, length, args, tiny.prompts(11))
     assert weights_that_move(trainer)
     assert sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*")) == ["checkpoint-1"]

@@ -20,8 +20,6 @@ MODES = {
     "server": {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 7.0, "vllm_group_port": 51217},
     "colocate": {"vllm_gpu_memory_utilization": 0.37, "vllm_max_model_length": 48, "vllm_enable_sleep_mode": True},
 }
-# What makes this trainer plain TRL
-PLAIN = {"selector": "all", "selection_ratio": 1.0, "pruning": "none", "packing": False}
 
 
 class Engine:
@@ -59,8 +57,8 @@ def trained(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_engine_is_used_as_trl_uses_it(trained, mode):
-    theirs = trained(GRPOTrainer, mode, **PLAIN).vllm_generation
-    ours = trained(LZEGRPOTrainer, mode, **PLAIN).vllm_generation
+    theirs = trained(GRPOTrainer, mode, strategy="grpo").vllm_generation
+    ours = trained(LZEGRPOTrainer, mode, strategy="grpo").vllm_generation
     assert ours.settings == theirs.settings
     assert [name for name, _ in ours.calls] == [name for name, _ in theirs.calls] == ["sync_weights", "generate"] * 3
     for (name, our), (_, their) in zip(ours.calls, theirs.calls, strict=True):

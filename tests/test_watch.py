@@ -105,8 +105,7 @@ def test_what_was_not_watched_has_no_log_probs():
 def trained(directory, **settings):
     """A trainer that has trained, and all batches that it has remembered."""
     trainer = tiny.make(directory, **settings)
-    seen, store = [], trainer.prompt_state.score_and_store
-    trainer.prompt_state.score_and_store = lambda rollouts, *rest: seen.append(rollouts) or store(rollouts, *rest)
+    seen = tiny.drawn_by(trainer)
     trainer.train()
     assert seen
     return trainer, seen

@@ -12,7 +12,7 @@ import torch
 import yaml
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 
@@ -51,6 +51,16 @@ def model(seed: int = 0, tied: bool = False, layers: int = 1) -> Qwen2ForCausalL
         bos_token_id=2,
     )
     return Qwen2ForCausalLM(config)
+
+
+def reward_model() -> Qwen2ForSequenceClassification:
+    """A reward model with scores within about ±0.05, of either sign."""
+    config = model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    made = Qwen2ForSequenceClassification(config)
+    made.score.weight.data.mul_(0.02 / float(made.score.weight.std()))
+    return made.eval()
 
 
 def save(directory, seed: int = 0, **kwargs) -> str:
@@ -140,6 +150,13 @@ def run(directory, **kwargs):
     trainer = make(directory, **kwargs)
     trainer.train()
     return trainer
+
+
+def drawn_by(trainer) -> list:
+    """The batches of a trainer, a list that grows as it remembers them."""
+    batches, step, remember = [], trainer.generation_step, trainer.generation_step._remember
+    step._remember = lambda drawn: batches.append(drawn) or remember(drawn)
+    return batches
 
 
 def history(trainer, name: str) -> list:
