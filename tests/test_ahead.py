@@ -40,16 +40,7 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
-def train(
-    directory,
-    servers,
-    resume=False,
-    callbacks=(),
-    chat=False,
-    reward=tiny.even_length_reward,
-    tokenizer=None,
-    **settings,
-):
+def train(directory, servers, resume=False, callbacks=(), chat=False, reward=None, tokenizer=None, **settings):
     """Three batches of 6 prompts × 4 by vLLM servers."""
     chat, tokenizer = chat or tokenizer is not None, tokenizer or tiny.tokenizer()
     if chat and "add_generation_prompt" not in tokenizer.chat_template:
@@ -64,6 +55,7 @@ def train(
         "callbacks": list(callbacks),
     }
     data = tiny.prompts(12, conversational=chat)
+    reward = reward or tiny.even_length_reward
     trainer = tiny.make(directory / "run", reward_funcs=reward, dataset=data, trainer=given, **own | settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -146,9 +138,8 @@ def test_a_reward_that_needs_signals_is_told_of_once_under_overlap(serve, tmp_pa
     server = serve(delays=(0.0, 0.05))
     one = told(train(tmp_path / "alarmed", [server], reward=alarmed, overlap="one_step"))
     (line,) = (line for line in caplog.messages if "SIGALRM" in line)
-    assert (
-        line.startswith("Groups wait for the slowest") and "'alarmed'" in line and "only works in main thread" in line
-    )
+    assert line.startswith("Groups wait for the slowest")
+    assert "'alarmed'" in line and "only works in main thread" in line
     assert_same(told(train(tmp_path / "plain", [serve()], overlap="one_step")), one)
 
 

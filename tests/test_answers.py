@@ -111,9 +111,8 @@ def test_every_rewrite_has_its_examples():
 def test_a_rewrite_is_needed_and_makes_no_other_answer_right(example, monkeypatch):
     completion, (gold, other) = rf"\boxed{{{example}}}", REWRITTEN[example]
     assert accuracy_reward([completion] * 2, [gold, other]) == [1.0, 0.0]
-    monkeypatch.setattr(
-        math_verify_fixes, "REWRITES", [entry for entry in math_verify_fixes.REWRITES if entry[2] != example]
-    )
+    others = [entry for entry in math_verify_fixes.REWRITES if entry[2] != example]
+    monkeypatch.setattr(math_verify_fixes, "REWRITES", others)
     grading._read_plain.cache_clear()
     try:
         assert accuracy_reward([completion], [gold]) == [0.0]

@@ -84,9 +84,8 @@ def parts(log, kind="by", column="source"):
 @pytest.mark.parametrize("chat", [False, True])
 def test_the_parts_make_the_whole(tmp_path, chat, capsys):
     cls = tiny.LZEGRPOTrainer if chat else FixedTrainer
-    trainer = make(
-        tmp_path, cls, data(conversational=chat), **SAVED, max_steps=12, summary=True, remove_unused_columns=chat
-    )
+    own = SAVED | {"max_steps": 12, "summary": True, "remove_unused_columns": chat}
+    trainer = make(tmp_path, cls, data(conversational=chat), **own)
     trainer.train()
     run, before = open_run(tmp_path), Counter()
     for log in (log for log in trainer.state.log_history if "lze/pass_rate" in log):
@@ -95,20 +94,16 @@ def test_the_parts_make_the_whole(tmp_path, chat, capsys):
             drawn = {value: own["groups"] - before[column, value] for value, own in found.items()}
             before.update({(column, value): count for value, count in drawn.items()})
             assert sum(drawn.values()) == log["lze/groups"]
-            for metric, whole in {
-                "pass_rate": "lze/pass_rate",
-                "dead_share": "lze/dead_share",
-                "reward": "reward",
-            }.items():
+            wholes = {"pass_rate": "lze/pass_rate", "dead_share": "lze/dead_share", "reward": "reward"}
+            for metric, whole in wholes.items():
                 sums = [n * found[value][metric] for value, n in drawn.items() if n]
                 assert sum(sums) / sum(drawn.values()) == pytest.approx(log[whole])
     last, groups, hard = parts(log), run.groups(), label(SOURCES[1])
     assert {value: own["groups"] for value, own in last.items()} == groups["by.source"].value_counts().to_dict()
     assert sum(own["tokens"] for own in last.values()) == groups["completion_tokens"].sum()
     assert last["easy"]["dead/solved"] == last["easy"]["groups"] == last["easy"]["completions"] / 4
-    means = {
-        value: own["rewards/by_source/mean"] for value, own in parts(trainer.state.log_history[-2], "eval_by").items()
-    }
+    held_out = parts(trainer.state.log_history[-2], "eval_by")
+    means = {value: own["rewards/by_source/mean"] for value, own in held_out.items()}
     assert means["easy"] == 1.0 and set(means) == {"easy", hard, "mid"}
     table, said = value_tables(run)["source"].set_index("value"), capsys.readouterr().out
     assert table["mostly"]["easy"] == "all right" and table["held-out"].dropna().to_dict() == means
@@ -124,16 +119,10 @@ def test_the_parts_make_the_whole(tmp_path, chat, capsys):
     for texts in ((), ("source",)):
         hub._copy_public(tmp_path, tmp_path / "copies" / str(len(texts)), texts)
         copy = open_run(tmp_path / "copies" / str(len(texts)))
-        told = (
-            " ".join(copy.sql("SELECT DISTINCT name FROM steps")["name"])
-            + (copy.directory / "status.json").read_text()
-        )
-        assert (
-            copy.groups()["by.source"].notna().all()
-            == ("by/source/easy" in told)
-            == (f"= {hard}" in told)
-            == bool(texts)
-        )
+        told = " ".join(copy.sql("SELECT DISTINCT name FROM steps")["name"])
+        told += (copy.directory / "status.json").read_text()
+        shown = copy.groups()["by.source"].notna().all()
+        assert shown == ("by/source/easy" in told) == (f"= {hard}" in told) == bool(texts)
         assert copy.groups()["by.tags"].isna().all() and "by/tags" not in told and "lze/groups" in told
 
 

@@ -104,9 +104,8 @@ def test_weights_for_servers_that_do_not_fit(tmp_path, disk, fakes):
     own = served(tmp_path, fakes[0].url)
     own["vllm_server_kwargs"] |= {"sync_dir": str(disk)}
     fills = Fills(disk, 16_384, "on_train_begin")
-    with pytest.raises(
-        DiskError, match=rf"could not be written.* If `{disk}/.*` is full, give another one.* no checkpoint yet"
-    ):
+    message = rf"could not be written.* If `{disk}/.*` is full, give another one.* no checkpoint yet"
+    with pytest.raises(DiskError, match=message):
         tiny.run(tmp_path / "run", trainer={"callbacks": [fills]}, dataset=tiny.prompts(12), **SAVED | own)
     assert not list(disk.glob("*/*.safetensors"))
 

@@ -342,9 +342,8 @@ def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):
     settings = shape("two optimizer steps a batch") | {"max_steps": 8, "save_strategy": "steps", "save_steps": 1}
     whole = train(LZEGRPOTrainer, tmp_path / "whole", save_total_limit=None, **settings)
     # The next generation batch is begun, and the checkpoint lies in the middle of the one before
-    trainer = make(
-        interrupted(LZEGRPOTrainer, 6, "training_step"), tmp_path / "run", save_total_limit=None, **settings
-    )
+    cls = interrupted(LZEGRPOTrainer, 6, "training_step")
+    trainer = make(cls, tmp_path / "run", save_total_limit=None, **settings)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))

@@ -97,15 +97,8 @@ def gated(tmp_path_factory):
     settings = {"strategy": "gate", "max_steps": 12, "telemetry": True, "summary": True, "generation_batch_size": 32}
     settings |= {"per_device_train_batch_size": 32, "eval_strategy": "steps", "eval_steps": 6, "learning_rate": 0.0}
     settings |= {"controller_kwargs": {"explore": 0.2, "control": 0.0}, "per_device_eval_batch_size": 4}
-    trainer = tiny.make(
-        folder,
-        cls=FixedTrainer,
-        reward_funcs=[correct, short],
-        dataset=tiny.prompts(17),
-        trainer={"eval_dataset": tiny.prompts(3)},
-        **settings,
-    )
-    return trainer, folder
+    given = {"eval_dataset": tiny.prompts(3)}
+    return tiny.make(folder, FixedTrainer, [correct, short], tiny.prompts(17), given, **settings), folder
 
 
 def test_all_pages_show_what_is_logged(gated, capsys):
@@ -258,10 +251,8 @@ def test_stopped_groups_count_with_what_their_completion_says(tmp_path):
     funcs = [[1.0]] * 12 + [[1.0], [0.0], [0.0], [0.0]] + [[0.0]] * 12
     lines = told(adviser(tmp_path, ("reward",), "gate"), funcs, [4] * 4 + [1] * 12)
     assert set(lines) - {"logprobs"} == {"hopeless"}
-    assert (
-        "94% of the groups of the last 50 generation batches were dead or stopped early, 75% of all"
-        in lines["hopeless"]
-    )
+    share = "94% of the groups of the last 50 generation batches were dead or stopped early, 75% of all"
+    assert share in lines["hopeless"]
 
 
 def test_a_group_size_that_is_too_small_is_named(tmp_path):
@@ -269,9 +260,7 @@ def test_a_group_size_that_is_too_small_is_named(tmp_path):
     advice = adviser(tmp_path, ("reward",), num_generations=2)
     lines = told(advice, pairs, [2] * 200)
     assert list(lines) == ["group_size"]
-    assert (
-        "dead; of groups of 4, it would be 4" in lines["group_size"] and "`num_generations: 4`" in lines["group_size"]
-    )
+    assert all(text in lines["group_size"] for text in ("dead; of groups of 4, it would be 4", "`num_generations: 4`"))
     # As many dead ones, but of prompts that always pass or fail: no size would help
     split = np.repeat(np.arange(200) < 36, 2).astype(float)[:, np.newaxis]
     assert "group_size" not in told(adviser(tmp_path, ("reward",), num_generations=2), split, [2] * 200)
@@ -280,9 +269,8 @@ def test_a_group_size_that_is_too_small_is_named(tmp_path):
 def test_a_forecast_names_the_group_size_that_would_do_and_what_was_not_recorded(tmp_path):
     rates = np.full((200, 1), 0.18)
     pairs = forecast(sample((np.random.default_rng(0).random((200, 2)) < rates).astype(float)))
-    assert pairs.dead[
-        2
-    ].value > 0.6 and "With `num_generations: 4`, less than half of the groups would be dead" in str(pairs)
+    assert pairs.dead[2].value > 0.6
+    assert "With `num_generations: 4`, less than half of the groups would be dead" in str(pairs)
     rare = forecast(sample((np.random.default_rng(0).random((400, 4)) < 0.04).astype(float)))
     assert max(rare.dead) > 16  # none of the usual sizes would do
     assert "num_generations" not in str(forecast(sample(np.tile([1.0, 0.0], (50, 2)))))

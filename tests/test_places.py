@@ -65,9 +65,8 @@ def test_every_prompt_counts_once_in_an_evaluation(runs, kind, processes):
         lengths = np.array([[1, 1 + len(text) % 3] for text in tiny.prompts(len(values))["prompt"]])
         scored = lengths[values % 3 != 1]
         assert means["eval_rewards/seldom/mean"] == pytest.approx(scored.mean())
-        assert means["eval_frac_reward_zero_std"] == pytest.approx(
-            1.0 - np.mean((lengths[:, 0] != lengths[:, 1]) & (values % 3 != 1))
-        )
+        live = np.mean((lengths[:, 0] != lengths[:, 1]) & (values % 3 != 1))
+        assert means["eval_frac_reward_zero_std"] == pytest.approx(1.0 - live)
         if processes == 1:
             assert means["eval_completions/mean_length"] == pytest.approx(lengths.mean())
 

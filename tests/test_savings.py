@@ -32,13 +32,8 @@ CASES = {
     # With a reference model, so that log-probabilities take part
     "refill": {"beta": 0.1, "planner_kwargs": {"streak": 1}, "reward_funcs": short_prompts_solved, "max_steps": 8},
     # All prompts are solved after one update, so that pruning leaves nothing of the last batches
-    "skip": {
-        "pruning": "skip",
-        "planner_kwargs": {"streak": 1, "replay_ratio": 0.2},
-        "dataset": tiny.prompts(6),
-        "reward_funcs": solved_after_a_step,
-        "max_steps": 6,
-    },
+    "skip": {"pruning": "skip", "planner_kwargs": {"streak": 1, "replay_ratio": 0.2}}
+    | {"dataset": tiny.prompts(6), "reward_funcs": solved_after_a_step, "max_steps": 6},
     "reinforce_ada": {"controller": "reinforce_ada_balanced", "controller_kwargs": {"round_size": 4, "max_rounds": 3}},
 }
 

@@ -53,14 +53,8 @@ def test_no_new_problem_may_resemble_one_of_the_evaluation(recipe, tmp_path):
 
 def test_a_recipe_trains_on_what_its_generator_writes(recipe, tmp_path, capsys):
     rewards = ["recipes.self_play.PublishedMajority", "tiny.even_length_reward"]
-    path = recipe(
-        instruct=True,
-        instruct_generator="test_self_instruct.sums",
-        reward_funcs=rewards,
-        prompt_suffix=" Sum:",
-        max_steps=3,
-        max_train_samples=2,  # fewer than a batch takes
-    )
+    own = {"instruct_generator": "test_self_instruct.sums", "prompt_suffix": " Sum:", "max_steps": 3}
+    path = recipe(instruct=True, reward_funcs=rewards, max_train_samples=2, **own)  # fewer than a batch takes
     main(["train", path, "--dry_run"])
     assert "written by the model, from 2 seeds" in " ".join(capsys.readouterr().out.split())
     assert train(*parse_recipe(["--config", path]))["rows_rolled_out"] == 3 * 12

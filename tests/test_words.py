@@ -103,9 +103,8 @@ def test_terms_of_the_glossary_that_the_readme_uses_are_linked():
 
 
 def test_commands_and_flags_that_pages_name_exist():
-    (commands,) = [
-        kept.choices for kept in cli.build_parser()._actions if isinstance(kept, argparse._SubParsersAction)
-    ]
+    actions = cli.build_parser()._actions
+    (commands,) = [action.choices for action in actions if isinstance(action, argparse._SubParsersAction)]
     settings = {field.name for kind in (LZEGRPOConfig, LZEScriptArguments, ModelConfig) for field in fields(kind)}
     for page in PAGES.keys() - {"CHANGELOG.md"}:
         for command, rest in re.findall(r"`lze-trl ([\w-]+)([^`]*)`", prose(page)):
