@@ -59,7 +59,8 @@ def reward_model() -> Qwen2ForSequenceClassification:
     config.num_labels = 1
     torch.manual_seed(0)
     made = Qwen2ForSequenceClassification(config)
-    made.score.weight.data.mul_(0.02 / float(made.score.weight.std()))
+    weight = made.score.weight.data
+    weight.mul_(0.02 / weight.std())
     return made.eval()
 
 
