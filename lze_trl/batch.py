@@ -66,15 +66,14 @@ class Prompts(Table):
             a gate's guard has every group drawn whole.
         random_draw (float64, *optional*): A random number in [0, 1) that the prompt keeps through the rounds of a batch. Defaults to 1.
         start_probability (float64, *optional*): Probability with which the prompt was begun, if it was. Defaults to 1.
-        expected_totals (float64, *optional*): What a gate expected of earlier batches, see [`Gate.expected`], and how many of the groups that chance has completed were live, of
-            how many: decayed sums, `(P, 6)`. Defaults to 0.
+        expected_totals (float64, *optional*): What a gate expected of earlier batches, decayed sums, see [`Gate.expected`], `(P, 4)`. Defaults to 0.
     """
 
     def __init__(self, prompt_ids: np.ndarray, **columns: np.ndarray):
         defaults = {"alive_given_first": np.nan, "alive_needed": 0.0}
         defaults |= {"random_draw": 1.0, "start_probability": 1.0}
         filled = {name: np.full(len(prompt_ids), value) for name, value in defaults.items()}
-        filled["expected_totals"] = np.broadcast_to(0.0, (len(prompt_ids), 6))  # without memory of its own
+        filled["expected_totals"] = np.broadcast_to(0.0, (len(prompt_ids), 4))  # without memory of its own
         super().__init__(prompt_ids=prompt_ids, **(filled | columns))
 
 

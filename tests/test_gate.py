@@ -76,7 +76,6 @@ class World:
         whole, prompts = whole.take(begun[whole.group] > 0).without_empty_groups(), prompts.take(begun > 0)
         chances, goes_on = chances[begun > 0], goes_on[begun > 0]
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
-        self.guard.stopped.observe(whole.alive, np.where(goes_on > 0, chances, 0.0))
         self.state.score_and_store(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
 
     def _count(self, whole: Batch, expected: np.ndarray, goes_on: np.ndarray, chances: np.ndarray):
@@ -177,9 +176,8 @@ def test_it_draws_one_then_the_others_and_nothing_after():
 
 
 def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_to_give():
-    def further(*recent, round=0, needed=0.0, by_chance=(0.0, 0.0)):
-        totals = [[*map(float, recent), *by_chance]] * 10
-        known = prompts_of(10, alive_needed=[needed] * 10, expected_totals=totals)
+    def further(*recent, round=0, needed=0.0):
+        known = prompts_of(10, alive_needed=[needed] * 10, expected_totals=[[float(number) for number in recent]] * 10)
         gates = [Gate(8, hold=hold) for hold in ("nothing", "signal", "completions")]
         return [gate.more(round, known, rollouts({i: [] for i in range(10)}), 10) for gate in gates]
 
@@ -188,10 +186,6 @@ def test_the_number_of_prompts_follows_from_what_earlier_batches_were_expected_t
     assert further(40, 6, 3, 160, needed=0.9) == [0, 5, 95]  # of these prompts one is begun, and a tenth of the others
     assert further(40, 2, 7, 160) == [0, 10, 10]  # not more than plain GRPO's completions
     assert further(40, 1, 9, 40) == [0, 30, 30]  # nor four times its prompts
-    # 200 begun prompts of which 50 were completed. Of the 150 stopped ones, 6 were forecast to be live: by chance, 32 of 64 were
-    assert further(200, 50, 6, 550) == [0, 1, 19]
-    assert further(200, 50, 6, 550, by_chance=(32.0, 64.0)) == [0, 10, 19]
-    assert further(200, 50, 6, 550, by_chance=(0.0, 64.0)) == [0, 1, 19]  # luck, perhaps
     # Nothing to go by, or drawn already, or drawn whole by the guard
     others = further(0, 0, 0, 0), further(40, 6, 3, 160, round=1), further(40, 6, 3, 160, needed=-np.inf)
     assert others == ([0, 0, 0],) * 3

@@ -21,7 +21,6 @@ import pandas as pd
 from ..batch import Batch, Prompts
 
 
-_FORECASTS_COUNT = 32.0  # stopped groups for which forecasts count, beside those that chance has completed
 MOST_BEGUN = 4.0  # upper limit of the prompts that a gate begins, as a multiple of plain GRPO's
 
 
@@ -184,12 +183,9 @@ class Gate(RolloutController):
         return self.hold != "nothing"
 
     def more(self, round: int, prompts: Prompts, drawn: Batch, k: int) -> int:
-        begun, kept, missed, completions, live, completed = prompts.expected_totals[0]
+        begun, kept, missed, completions = prompts.expected_totals[0]
         if round > 0 or self.hold == "nothing" or draws_whole(prompts) or not kept:
             return 0
-        # Stopped are those with the lowest forecasts, which are too low at first; groups that chance has completed say how many were live
-        stopped = begun - (completions - begun) / (self.group_size - 1)
-        missed = max(missed, (stopped * live + _FORECASTS_COUNT * missed) / (completed + _FORECASTS_COUNT))
         # Begun prompts, × P, that cost plain GRPO's completions; limited, in case more groups are completed than before
         ratio = min(self.group_size * begun / completions, MOST_BEGUN)
         times = ratio / max(np.asarray(self.probabilities(0, prompts, drawn)).mean(), 1.0 / len(prompts))

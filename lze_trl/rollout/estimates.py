@@ -42,23 +42,23 @@ class StoppedGroups:
     WINDOW = 512  # groups, stopped or completed by chance
 
     def __init__(self):
-        self.seen = np.zeros(2)  # decayed: weights of the live ones, and of all
+        self._seen = np.zeros(2)  # decayed: weights of the live ones, and of all
 
     def observe(self, alive: np.ndarray, completion_probability: np.ndarray) -> np.ndarray:
         """Enter groups that were begun; return how many live ones each stands for, 0 to 1, `(P,)`, NaN if unknown."""
         unsure = completion_probability < 1.0
         by_chance = unsure & (completion_probability > 0.0)
         represents = 1.0 / completion_probability[by_chance]
-        self.seen *= max(1.0 - unsure.sum() / self.WINDOW, 0.0)
-        self.seen += (represents[alive[by_chance]].sum(), represents.sum())
-        live, total = self.seen
+        self._seen *= max(1.0 - unsure.sum() / self.WINDOW, 0.0)
+        self._seen += (represents[alive[by_chance]].sum(), represents.sum())
+        live, total = self._seen
         return np.where(unsure, live / total if total else np.nan, alive)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        return {"stopped": self.seen}
+        return {"stopped": self._seen}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        self.seen = state["stopped"].copy()
+        self._seen = state["stopped"].copy()
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ class GateGuard:
         """Add what a gate needs for its guard; while groups are drawn whole, no chance of being alive is too low."""
         needed = np.full(len(prompts), -np.inf) if self.draws_whole else prompts.alive_needed
         columns = {"random_draw": random_draws, "start_probability": np.where(start > 0, start, 1.0)}
-        totals = np.concatenate([self._expected, self.stopped.seen])
-        columns["expected_totals"] = np.broadcast_to(totals, (len(prompts), len(totals)))
+        columns["expected_totals"] = np.broadcast_to(self._expected, (len(prompts), len(self._expected)))
         return prompts.with_columns(alive_needed=needed, **columns)
 
     def expect(self, expected: np.ndarray):
