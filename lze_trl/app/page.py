@@ -181,7 +181,7 @@ class _Page:
         for tab in self.tabs:
             tab.select(lambda name=tab.label: name, None, self.tab, **quiet).then(**show)
         for name, control in self.controls.items():
-            if name not in ("tab", "run", "orders", "prompt", "first", "held"):
+            if name not in ("tab", "run", "orders", "prompt", "first", "visit", "held"):
                 control.input(trigger_mode="always_last", **show)
         of_prompt = [self.prompt, self.visit]
         self.run.input(lambda: ("", ""), None, of_prompt, **quiet).then(**show)
@@ -200,6 +200,7 @@ class _Page:
         self.stuck.click(self._open_listed, None, [*of_prompt, *tabs], **quiet).then(**show)
         self.run_table.input(self._tick, self.runs, self.runs, **quiet).then(**show)
         self.run_table.click(self._open_run, None, [self.run, *tabs, *of_prompt], **quiet).then(**show)
+        self.visit.input(self._show_visit, [self.run, self.prompt, self.first, self.visit], shown, **quiet)
         self.timer = gr.Timer(_REFRESH_SECONDS)
         self.timer.tick(self._follow, [self.seen, *controls], [*shown, self.timer], **quiet)
         self.live.input(lambda live: gr.Timer(active=live), self.live, self.timer, **quiet)
@@ -346,6 +347,9 @@ class _Page:
             self.scatter: _shown(charts.prompts(run, found)) if ids else "",
             self.table: views.prompts(run, found, total, order, opened, search),
         } | self._show_prompt(given["run"], opened, given["visit"])
+
+    def _show_visit(self, id: str, chosen: str, first: str, visit: str) -> dict[Any, Any]:
+        return self._show_prompt(id, chosen or first, visit)
 
     def _show_prompt(self, id: str, chosen: str, visit: str) -> dict[Any, Any]:
         if not chosen:
