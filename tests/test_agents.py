@@ -475,3 +475,16 @@ def test_a_forecast_leaves_no_trace(tmp_path, name):
     assert len(asked.forecast(4).sample) == 4
     asked.train()
     assert distance(alone, asked) == 0.0
+
+
+def test_a_prompt_is_its_row(tmp_path):
+    # Three texts, and nine rows that `reset` tells apart
+    trainer = train(LZEGRPOTrainer, tmp_path, CASES["an environment"], max_steps=6)
+    assert len(trainer.prompt_state) == 9
+
+
+def test_what_a_tool_raises_is_told_to_the_model(tmp_path):
+    case = Case({"environment_factory": failing("plus", ValueError("not so"))}, ("plus",))
+    trainer = train(LZEGRPOTrainer, tmp_path, case, max_steps=1)
+    assert history(trainer, "lze/failed_episodes") == [0.0]
+    assert history(trainer, "tools/failure_frequency") == [1.0]

@@ -81,3 +81,8 @@ def test_a_column_without_images_is_text(tmp_path, nothing, streamed):
     trainer = tiny.make(tmp_path, dataset=dataset.to_iterable_dataset() if streamed else dataset)
     trainer.train()
     assert trainer.ledger.groups_rolled_out == 9
+
+
+def test_no_field_of_trl_is_hidden():
+    changed = {f.name for f in fields(GRPOConfig)} & set(LZEGRPOConfig.__annotations__)
+    assert changed == {"scale_rewards", "vllm_mode"}

@@ -266,5 +266,7 @@ def test_settings_may_be_shared(tmp_path):
     assert (trainer.resolved["pruning"], trainer.resolved["deduplicate"]) == ("refill", True)
     assert (streamed.resolved["pruning"], streamed.resolved["deduplicate"]) == ("none", False)
     assert (args.pruning, args.deduplicate) == before
+    twice = {count: Dataset.from_list(tiny.prompts(count).to_list() * 2) for count in (2, 5)}
+    assert {count: len(make(data).train_dataset) for count, data in twice.items()} == {2: 4, 5: 5}
     streamed.train()
     trainer.train()

@@ -3,7 +3,7 @@
 import pytest
 
 from lze_trl.rewards import accuracy_reward
-from lze_trl.rewards.grading import read_answer, read_gold
+from lze_trl.rewards.grading import gold_text, read_answer, read_gold
 from lze_trl.rewards.math_verify_fixes import rewrite
 
 
@@ -59,3 +59,20 @@ def test_an_answer_without_a_value_equals_only_the_same_text():
     assert score(gold, rf"\boxed{{{gold}}}") == 1.0
     assert score(gold, r"\boxed{\triangle ABC}") == 0.0
     assert read_answer(r"So \boxed{1\,234 \text{ km}}").text == "1234"  # what was read
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (27.0, "27"),
+        (-0.5, "-0.5"),
+        (1e-7, "0.0000001"),
+        (34, "34"),
+        ([34.0], "34"),
+        (" 315", "315"),
+        ([None], None),
+        ([], None),
+    ],
+)
+def test_gold_text(value, text):
+    assert gold_text(value) == text

@@ -91,7 +91,7 @@ def test_a_row_has_the_same_id_however_its_columns_are_stored(kind):
 # ---- What is no prompt ----
 
 NO_PROMPTS = [5, "", [], None, ["hi", "ho"], [{"role": "user"}], [{"content": "1"}]]
-NO_PROMPTS += [[USER, "ho"], [{**USER, "content": 5}]]
+NO_PROMPTS += [[USER, "ho"], [{**USER, "content": 5}], [{**USER, "content": None}]]
 
 
 @pytest.mark.parametrize("prompt", NO_PROMPTS)

@@ -210,3 +210,25 @@ def test_only_rows_that_are_rolled_out_are_read(tmp_path):
     read.clear()
     trainer.train()
     assert len(read) == 9  # three batches of three prompts
+
+
+def test_state_carries_over(tmp_path):
+    first = run(tmp_path / "first")
+    second = make(tmp_path / "second", state_from=str(tmp_path / "first"), max_steps=1)
+    second.train()
+    before, known = (
+        dict(zip(one.prompt_state["prompt_ids"], one.prompt_state["first_pass_rate"], strict=True))
+        for one in (first, second)
+    )
+    assert len(before) > 3  # more than the second run has seen
+    assert known.items() >= before.items()
+
+
+def test_masked_rows_leave_the_clip_ratios_alone(tmp_path):
+    # Packing puts truncated rows, which are equally long, into micro-batches of their own
+    shape = {"dataset": tiny.prompts(17), "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    own = {"max_completion_length": 24, "mask_truncated_completions": True, "num_iterations": 2, "max_steps": 6}
+    trainer = run(tmp_path, selector="all", pruning="none", **shape, **own)
+    for name in ("clip_ratio/low_min", "clip_ratio/high_max"):
+        assert len(history(trainer, name)) == 6
+        assert np.isfinite(history(trainer, name)).all()
