@@ -38,17 +38,18 @@ COMPLETIONS, KEEP = 8, (0.05, 0.95)
 SHARES = {"free": 0.0, "over four runs": 0.25, "paid in full": 1.0}
 
 
-def make_profile(task: str, files: TaskFiles):
-    """Roll out the prompts of a task that its profile lacks."""
-    folder, definition = profile_of(task), TASKS[task]
+def make_profile(
+    task: str, files: TaskFiles, rows: list[dict[str, str]], folder: Path, keep: tuple[float, float] | None = None
+):
+    """Roll out those of the prompts of a task that its profile in a folder lacks, by the model before training; see [`profile`]."""
     own = {"output_dir": str(folder.with_name(f"{task}-trainer")), "report_to": "none", "seed": 0}
     trainer = LZEGRPOTrainer(
         model=str(files.model),
         reward_funcs=exact_match_reward,
-        args=LZEGRPOConfig(**definition.training, **own, summary=False, telemetry=False),
-        train_dataset=Dataset.from_list(load(definition, files, "test").train),
+        args=LZEGRPOConfig(**TASKS[task].training, **own, summary=False, telemetry=False),
+        train_dataset=Dataset.from_list(rows),
     )
-    profile(trainer, folder, COMPLETIONS, keep=KEEP)
+    profile(trainer, folder, COMPLETIONS, keep=keep)
 
 
 def charged(runs: Pairs, completions: float) -> Pairs:
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None):
         for task in [] if given.report_only else given.tasks:
             options = Options(task, ARMS, given.seeds, stretch=1.0, output=given.output)
             files = ready(task, options, console)
-            make_profile(task, files)
+            make_profile(task, files, load(TASKS[task], files, "test").train, profile_of(task), KEEP)
             if failed := execute(plan(options, {task: files}), 1, console):
                 raise BenchError(f"{len(failed)} runs have failed. The same command tries again.")
         sections = report(given.output, console)

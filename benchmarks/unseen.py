@@ -15,16 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from datasets import Dataset
 from rich.console import Console
 
-from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.memory.unseen import Unseen, auc
 from lze_trl.profile.folder import read_groups
-from lze_trl.profile.rollout import profile
-from lze_trl.rewards import exact_match_reward
 
 from .jobs import Options
+from .profiled import COMPLETIONS, make_profile
 from .settings import BenchError, write_text
 from .suite import ready
 from .tables import table
@@ -33,39 +30,22 @@ from .tasks import CHECKOUT, TASKS, TaskFiles
 
 OUTPUT = CHECKOUT / "runs" / "bench" / "unseen"
 TASKS_FORECAST = ("mixed", "words", "skills", "calculator")
-SIZE, BATCH = 8, 32
+BATCH = 32
 COLUMNS = ("kind", "skill")
 GROUPS_FILE = "groups.jsonl"
 
 
 def roll_out(task: str, files: TaskFiles, count: int, folder: Path):
     """Write a line for each of the first prompts of a task: its text, its column if it has one, and its outcomes; goes on where it was stopped."""
-    lines = files.train.read_text(encoding="utf-8").splitlines()[:count]
-    rows = [json.loads(line) for line in lines]
-    names = {"question": "prompt", "answer": "solution"}
-    rows = [{names.get(name, name): value for name, value in row.items()} for row in rows]
-    trainer = LZEGRPOTrainer(
-        model=str(files.model),
-        reward_funcs=exact_match_reward,
-        args=LZEGRPOConfig(
-            **TASKS[task].training,
-            output_dir=str(folder / "trainer"),
-            report_to="none",
-            seed=0,
-            summary=False,
-            telemetry=False,
-        ),
-        train_dataset=Dataset.from_list(rows),
-    )
-    profile(trainer, folder / "profile", SIZE)
-    found = [
-        {
-            "prompt": rows[group["row"]]["prompt"],
-            "column": next((rows[group["row"]][name] for name in COLUMNS if name in rows[group["row"]]), None),
-            "outcomes": group["rewards"],
-        }
-        for group in sorted(read_groups(folder / "profile"), key=lambda group: group["row"])
-    ]
+    rows, names = [], {"question": "prompt", "answer": "solution"}
+    for line in files.train.read_text(encoding="utf-8").splitlines()[:count]:
+        rows.append({names.get(name, name): value for name, value in json.loads(line).items()})
+    make_profile(task, files, rows, folder / "profile")
+    found = []
+    for group in read_groups(folder / "profile"):
+        row = rows[group["row"]]
+        column = next((row[name] for name in COLUMNS if name in row), None)
+        found.append({"prompt": row["prompt"], "column": column, "outcomes": group["rewards"]})
     write_text(folder / GROUPS_FILE, "\n".join(map(json.dumps, found)))
 
 
@@ -79,8 +59,8 @@ def replay(groups: Sequence[dict], seed: int, columns: bool, gated: bool) -> dic
     order, forecasts = np.random.default_rng(seed).permutation(len(groups)), np.empty(len(groups))
     for start in range(0, len(order), BATCH):
         ids = order[start : start + BATCH]
-        forecasts[ids], _ = unseen.forecasts(ids, SIZE)
-        unseen.fit(ids, learned[ids], alive[ids], np.ones(len(ids)), SIZE)
+        forecasts[ids], _ = unseen.forecasts(ids, COMPLETIONS)
+        unseen.fit(ids, learned[ids], alive[ids], np.ones(len(ids)), COMPLETIONS)
     rest = order[len(order) // 2 :]
     likelier = rest[np.argsort(-forecasts[rest], kind="stable")][: len(rest) // 2]
     half = alive[likelier].sum() / alive[rest].sum()
@@ -118,13 +98,15 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--report_only", action="store_true")
     given, console = parser.parse_args(arguments), Console(highlight=False)
     try:
+        if given.prompts < 2 * BATCH:
+            raise BenchError(f"`--prompts` must be at least {2 * BATCH}, two batches, got {given.prompts}.")
         for task in [] if given.report_only else given.tasks:
             files = ready(task, Options(task, output=given.output), console)
             roll_out(task, files, given.prompts, given.output / task)
     except BenchError as error:
         sys.exit(f"error: {error}")
     write_text(given.output / "tables.md", text := markdown(given.output, given.seeds))
-    console.print(text)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def prepare(
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:
         controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
-        if own_sampler and isinstance(controller, Gate) and "nothing" != controller.hold == usual["hold"]:
+        if own_sampler and isinstance(controller, Gate) and controller.hold == usual["hold"] != "nothing":
             controller = replace(controller, hold="nothing")
             logger.warning("`%s` orders the prompts, so the gate draws no others: `hold` is off.", own_sampler)
     group_rewards: list[Any] = [func for func in reward_funcs if isinstance(func, GroupReward)]
@@ -263,7 +263,7 @@ def _resolved_window(args: LZEGRPOConfig, dataset: Any, sampler: str | None) -> 
     if args.self_play["instruct"] or not isinstance(dataset, Dataset):
         return 1
     why_not = {
-        "its prompts are not a column `prompt`": "prompt" not in dataset.column_names,
+        "it has no column `prompt`": "prompt" not in dataset.column_names,
         "it has a transform": dataset.format["type"] == "custom",
         f"`{sampler}` orders it": sampler is not None,
         "`shuffle_dataset=False` keeps its order": not args.shuffle_dataset,

@@ -163,8 +163,9 @@ def model_card_section(run_dir: str | Path) -> str:
         f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None
     )
     evaluations = first_and_last(read_results(run_dir))
-    table = table_of(evaluations).to_string(index=False)
-    evaluated = f"\n\n### Evaluations\n\n```text\n{table}\n```" if evaluations else ""
+    evaluated = ""
+    if evaluations:
+        evaluated = f"\n\n### Evaluations\n\n```text\n{table_of(evaluations).to_string(index=False)}\n```"
     for name, values in held_out.items():
         shown_values = " → ".join(
             f"{values[step]:.3f} at step {step}" for step in dict.fromkeys(values.index[[0, -1]])

@@ -151,7 +151,7 @@ class Advice:
 
     def _of_collapse(self, table: pd.DataFrame) -> dict[str, str]:
         """Say that the policy answers most prompts with one text or with none: whatever the rewards say follows from that."""
-        latest = table.tail(_FEW).mean()
+        latest = table.tail(_FEW).mean(skipna=False)
         if latest["empty"] < _MOST and min(latest["dead"], latest["one_text"]) < _MOST:
             return {}
         batches = _batches(min(len(self._recent), _FEW))

@@ -98,7 +98,7 @@ class TelemetryWriter:
         self._queue.append((f"A log of step {step}", lambda: {"steps": to_table(columns)}))
 
     def tell(self, **facts: Any):
-        """Write fields of the [`~lze_trl.record.schema.Status`], `advice` or `waits_for`, if they are others than before."""
+        """Write fields of the [`~lze_trl.record.schema.Status`], `advice` or `waits_for`, if they have changed."""
         if any(vars(self._status)[name] != value for name, value in facts.items()):
             vars(self._status).update(facts)
             self._write_status()

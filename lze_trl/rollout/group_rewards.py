@@ -96,7 +96,9 @@ def score_groups(
     """
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}
-    rows = {g: np.flatnonzero(has_episode & (group == g)) for g in np.unique(group[has_episode]).tolist()}
+    scored_rows = np.flatnonzero(has_episode)
+    rows_by_group = pd.Series(scored_rows).groupby(group[scored_rows]).indices
+    rows = {g: scored_rows[positions] for g, positions in rows_by_group.items()}
     for column, reward in rewards.items():
         own_groups = [g for g in rows if g % accelerator.num_processes == accelerator.process_index]
         own = [(g, _scored_group(reward, [readings[column][i] for i in rows[g]], final)) for g in own_groups]

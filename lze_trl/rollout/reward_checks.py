@@ -156,7 +156,7 @@ def _checked_scores(returned: Any, name: str, given: dict[str, Any]) -> list[flo
     if not a_list or (isinstance(returned, (np.ndarray, torch.Tensor)) and returned.ndim == 0):
         raise RewardError(f"The reward function '{name}' returned {_shown(returned)} instead of a list. {advice}")
     rewards = list(returned)
-    if len(rewards) != len(given["completions"]):
+    if len(rewards) != len(given.get("completions", rewards)):
         raise RewardError(
             f"The reward function '{name}' returned {len(rewards)} rewards for {len(given['completions'])} completions. "
             f"{advice}"
