@@ -6,7 +6,6 @@ python -m benchmarks.where [--results DIR] [--output DIR]
 """
 
 import argparse
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ from lze_trl.record.causes import causes
 
 from . import forecasts
 from .comparison import Curve, matched, pairs
-from .plots import colour
 from .sections import sort_results
 from .settings import write_text
 from .strategies import BASELINE, STRATEGIES
@@ -43,7 +41,9 @@ GENERATION = 0.25  # of plain GRPO's FLOPs: 2 a weight and token of 8
 _PROMPTS, _SIZE, _HORIZON = 512, 8, Horizon(prompts=2048, per_batch=32, batches=60)
 _SIMULATIONS = 4  # of the gate
 _MEANS = (0.5, 0.1)  # of pass rates
-_MARKS = "osDv^<>PX*phdH8"
+SHOWN = {"exact": "exact", "gate_default": "gate", "gate": "basic gate (window: 1, hold: nothing)"}
+"""Strategies of the picture, with what it calls them; the table has all."""
+_COLOURS = {"exact": "#c2410c", "gate_default": "#1d4ed8", "gate": "#0f9f8f"}
 
 
 @dataclass(frozen=True)
@@ -131,47 +131,30 @@ def predicted(dead: float, mean: float) -> dict[str, tuple[float, float]] | None
 
 
 def draw(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str, tuple[float, float]]]]], path: Path):
-    """Write the picture: a panel for each cost, a colour for each strategy, a mark for each folder of runs, and lines for the model."""
-    figure = Figure(figsize=(13.0, 5.6), dpi=110, layout="constrained", facecolor="white")
+    """Write the picture of the strategies in `SHOWN`: a panel for each cost, a point for each folder of runs, with the range over its seeds, and lines for the model."""
+    figure = Figure(figsize=(11.0, 4.6), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    marks = dict(zip(dict.fromkeys(point.kept for point in found), itertools.cycle(_MARKS), strict=False))
     axes = figure.subplots(1, 2)
     for place, (axis, (cost, label)) in enumerate(zip(axes, COSTS.items(), strict=True)):
-        for strategy in (name for name in STRATEGIES if any(point.strategy == name for point in found)):
-            for kept, mark in marks.items():
-                own = [point for point in found if (point.strategy, point.kept) == (strategy, kept)]
-                axis.scatter(
-                    [p.dead for p in own],
-                    [getattr(p, cost) for p in own],
-                    color=colour(strategy),
-                    marker=mark,
-                    s=26,
-                    alpha=0.8,
-                )
-            axis.scatter([], [], color=colour(strategy), marker="o", label=STRATEGIES[strategy].title)
-        for kept, mark in marks.items():
-            axis.scatter([], [], color="black", marker=mark, label=kept)
+        for (strategy, name), mark in zip(SHOWN.items(), "osD", strict=True):
+            own = [point for point in found if point.strategy == strategy and point.shape[1] == _SIZE]
+            for kept in dict.fromkeys(point.kept for point in own):
+                costs = [getattr(point, cost) for point in own if point.kept == kept]
+                dead, mean = np.mean([point.dead for point in own if point.kept == kept]), np.mean(costs)
+                reach = [[mean - min(costs)], [max(costs) - mean]]
+                axis.errorbar(dead, mean, reach, fmt=mark, color=_COLOURS[strategy], ms=6, lw=1.2, alpha=0.85)
+            axis.plot([], [], mark, color=_COLOURS[strategy], label=name)
         for (mean, line), style in zip(curves.items(), ("-", "--"), strict=True):
-            for strategy in ("exact", "gate"):
-                axis.plot(
-                    [dead for dead, _ in line],
-                    [costs[strategy][place] for _, costs in line],
-                    style,
-                    color=colour(strategy),
-                    label=f"forecast: {strategy}, mean pass rate {mean:g}",
-                )
+            for strategy, name in (("exact", "exact"), ("gate", "basic gate")):
+                shares, lows = zip(*((dead, costs[strategy][place]) for dead, costs in line), strict=True)
+                label_of_line = f"forecast of {name}, mean pass rate {mean:g}"
+                axis.plot(shares, lows, style, color=_COLOURS[strategy], lw=1.2, alpha=0.6, label=label_of_line)
         axis.axhline(1.0, color="#4d5760", lw=0.8, ls=":")
-        axis.set(
-            xlabel="share of dead groups of plain GRPO's run",
-            ylabel=f"{label}, after as many steps",
-            xlim=(0, 1),
-            ylim=(0, None),
-        )
-        axis.set_yscale("function", functions=(np.sqrt, np.square))
+        axis.set(xlabel="share of dead groups of plain GRPO's run", ylabel=label, xlim=(0, 1), ylim=(0, 1.2))
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 
@@ -196,7 +179,8 @@ def report(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[st
             "# Where selection saves",
             "Each kept run, after as many steps as plain GRPO of the same seed: costs relative to it, against the share of dead groups of its run (of `exact`, which makes the same "
             "steps, where the run did not count them). Means, with the range over the seeds. Lines: the model of `lze-trl forecast`, for pass rates from a Beta distribution with "
-            f"the mean that is given, groups of {_SIZE}, {_HORIZON.per_batch} prompts a step, about one pass, without log-probabilities. Where shares of dead groups change during a run, the line is for their mean.",
+            f"the mean that is given, groups of {_SIZE}, {_HORIZON.per_batch} prompts a step, about one pass, without log-probabilities. Where shares of dead groups change during a run, the line is for their mean. "
+            "The picture has `exact` and the gate, in groups of eight, a point for each folder of runs with the range over its seeds; the table has all.",
             "![Cost after as many steps, by the share of dead groups](where.png)",
             table(
                 ["kept runs", "strategy", "prompts × completions", "seeds", "dead", *COSTS.values(), "points"], rows
