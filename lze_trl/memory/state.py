@@ -240,8 +240,10 @@ class PromptState:
             alive=alive,
             pruned=record["pruned"],
         )
-        if not len(prompts):
-            return prompts
+        return self.with_threshold(prompts, drawn) if len(prompts) else prompts
+
+    def with_threshold(self, prompts: Prompts, drawn: Batch | None = None) -> Prompts:
+        """Add how likely groups are to be alive by the first completions `drawn`, if any, and how likely they need to be."""
         if drawn is not None and drawn.num_rows:
             prompts = prompts.with_columns(alive_given_first=self.threshold.alive(prompts, drawn))
         return prompts.with_columns(alive_needed=self.threshold.needed(prompts))
