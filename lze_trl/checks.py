@@ -1,6 +1,7 @@
 """Refuse what cannot be trained when the trainer is made, and choose the defaults that depend on the training set."""
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,10 @@ def prepare(
         raise TypeError(
             f"The reward of whole groups `{group_reward}` is a class. Pass an object of it among the `reward_funcs`."
         )
+    if not makes_prompts and len(args.reward_weights or reward_funcs) != len(reward_funcs):
+        raise ValueError(
+            f"`reward_weights` has {len(args.reward_weights or ())} numbers for {len(reward_funcs)} reward functions. Give one for each."
+        )
     has_planner = planner is not None or args.planner != "solved"
     window = _resolved_window(args, train_dataset, own_sampler)
     of_data = _of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler, window)
@@ -86,6 +91,15 @@ def prepare(
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
     return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, "window": window}
+
+
+def refuse_unknown_metric(args: LZEGRPOConfig, reward_names: list[str]):
+    """Refuse a `metric_for_best_model` of a reward that there is not, which would end the run at its first evaluation."""
+    found = re.search(r"rewards/(.+)/(mean|std)$", args.metric_for_best_model or "")
+    if found and found[1] not in reward_names:
+        raise ValueError(
+            f"`metric_for_best_model` is {args.metric_for_best_model!r}, and the rewards are {reward_names}. Name one of them."
+        )
 
 
 def refuse_contradictions(args: LZEGRPOConfig):

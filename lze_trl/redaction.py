@@ -1,5 +1,6 @@
 """Remove secrets from settings and texts before they are shown or written, and paths and hosts before they are published."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,16 @@ _PATH = re.compile(r"(?<![^\s'\"=,(\[:])(?:file://)?(?:/(?!/)|~[\w.-]*/|\.\./|[A
 def redacted(value: Any, mark: str | None = HIDDEN, name: str = "") -> Any:
     """Remove secrets at any depth of a setting: texts named token, key, password or so, and logins in addresses."""
     return _changed(value, name, lambda text, n: mark if text and _SECRET_NAME.search(n) else without_secrets(text))
+
+
+def redacted_word(word: str, name: str) -> str:
+    """Remove secrets from the value of a flag, which may be a mapping in JSON."""
+    if not word.lstrip().startswith("{"):
+        return redacted(word, name=name)
+    try:
+        return json.dumps(redacted(json.loads(word), name=name), ensure_ascii=False)
+    except ValueError:
+        return HIDDEN
 
 
 def _changed(value: Any, name: str, change: Callable[[str, str], str | None]) -> Any:

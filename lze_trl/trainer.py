@@ -195,6 +195,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         with settings_for_trl(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
             super().__init__(model, None if reward_funcs is None else callables, args, train_dataset, **kwargs)
         checks.refuse_uneven_turns(args, self.accelerator, self.tools)
+        checks.refuse_unknown_metric(args, self.reward_func_names)
         recurring = train_dataset is not None
         if not recurring:
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)

@@ -309,8 +309,11 @@ def test_files_may_be_compressed_or_begin_with_a_mark(name, content, end, tmp_pa
 
 def test_what_a_csv_calls_none_is_text(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("problem,answer\nA?,None\nB?,\nC?,007\n")
-    assert load_prompts(str(path))["solution"] == ["None", None, "007"]
+    path.write_text("problem,Answer,level\nA?,None,1\nB?,,2\nC?,007,3\n")
+    rows = load_prompts(str(path))
+    assert rows["solution"] == ["None", None, "007"] and rows["level"] == [1, 2, 3]
+    path.write_text(f"problem,answer\nA?,1.50\nB?,{'9' * 30}\nC?,007\nD?,\n")
+    assert load_prompts(str(path))["solution"] == ["1.50", "9" * 30, "007", None]
 
 
 @pytest.mark.parametrize(

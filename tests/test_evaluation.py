@@ -315,9 +315,9 @@ def test_a_task_asks_for_what_its_kind_needs(tmp_path, kind, asks):
 
 def test_tasks_are_given_by_name_or_address(tmp_path):
     names = ["gsm8k", "some/where/sums.jsonl", "some/where/test.jsonl", "me/own?split=test", "reasoning_gym:ab?size=3"]
-    names += ["me/own?config=hard&split=train[:10]"]
+    names += ["me/own?config=hard&split=train[:10]", "a/set.v1.jsonl.gz"]
     called = [task.name for task in find_tasks(names)]
-    assert called == ["gsm8k", "sums", "where_test", "own", "ab_size-3", "own_hard_train-10"]
+    assert called == ["gsm8k", "sums", "where_test", "own", "ab_size-3", "own_hard_train-10", "set.v1"]
     with pytest.raises(EvaluationError, match=r"Unknown task 'gsm8'. Did you mean 'gsm8k'"):
         find_tasks(["gsm8"])
     with pytest.raises(EvaluationError, match="given twice"):
@@ -363,6 +363,7 @@ def test_the_command_evaluates_and_compares(tmp_path, sums, capsys):
     [
         (["m"], "Nothing to evaluate"),
         (["m", "--tasks", "SUMS", "--samples", "2", "--temperature", "0"], "all the same"),
+        (["m", "--tasks", "gsm8k", "--stop", ""], "`stop` must be texts that are not empty"),
         (["m", "--tasks", "gsm8k", "--top_p", "2"], r"`top_p` must be in \(0, 1\], got 2.0"),
         (["m", "--tasks", "gsm8k", "--no_chat", "--system_prompt", "x"], "needs a chat"),
         (["/none", "--tasks", "SUMS"], "There is no model folder `/none`"),

@@ -31,6 +31,10 @@ FILES = {
     "code.yaml": b"seed: !!python/object/apply:os.system ['x']\n",
     "key.yaml": b"? [a, b]\n: 3\n",
     "unknown.yaml": b"sead: 1\n",
+    "dash.yaml": b"max-steps: 1\n",
+    "sums.jsonl": b'{"question": "1+1=", "answer": "2"}\n',
+    "no.yaml": b"eval_strategy: no\n",
+    "profile/manifest.json": b'{"format": "lze_trl profile"}',
     "env.yaml": b"env: 3\n",
     "open.yaml": b"seed: [",
     "empty.jsonl": b"",
@@ -56,7 +60,7 @@ CASES = [
     *(
         (f"train {name}", f"`{name}`")
         for name in FILES
-        if name.endswith(".yaml") and name not in ("unknown.yaml", "env.yaml")
+        if name.endswith(".yaml") and name not in ("unknown.yaml", "env.yaml", "dash.yaml", "no.yaml")
     ),
     ("train unknown.yaml", "`sead`. Did you mean `seed`"),
     ("train env.yaml", "`env`"),
@@ -104,6 +108,13 @@ CASES = [
     ("train good.yaml --output_dir n\udcff", "`output_dir`"),
     ("train good.yaml --resume_from_checkpoint nowhere", "`nowhere`"),
     ("train good.yaml --state_from ./none", "`./none`"),
+    ("train good.yaml --state_from ./none --dry_run", "`./none`"),
+    ("train good.yaml --output_dir profile", "`profile` is a profile"),
+    ("train good.yaml --reward_weights 1 2 --dry_run", "`reward_weights` has 2 numbers for 1"),
+    ("train good.yaml --eval_strategy steps --eval_steps 1 --dry_run", "needs `eval_datasets`"),
+    ("train good.yaml --metric_for_best_model eval_rewards/accuracyy/mean", "'eval_rewards/accuracyy/mean'"),
+    ("train dash.yaml", "There is no setting `max-steps`. Did you mean `max_steps`"),
+    ("train no.yaml", "Quote it"),
     ("train good.yaml --reward_funcs nothing", "'nothing'"),
     ("train good.yaml --reward_funcs os.nothing", "'os.nothing'"),
     ("train good.yaml --eval_tasks gsm9k", "'gsm9k'"),
@@ -136,6 +147,8 @@ CASES = [
     ("forecast none", "`none`"),
     ("forecast runs/good --seed 1", "--seed"),
     ("forecast good.yaml --num_prompts 1", "`num_prompts`"),
+    ("forecast good.yaml --reward r", "`--reward`"),
+    ("forecast runs/good --reward r", "`--reward`"),
     ("eval", "--tasks"),
     ("eval runs --tasks train.jsonl", "'runs'"),
     ("eval model --tasks none.jsonl", "'none.jsonl'"),
@@ -145,6 +158,8 @@ CASES = [
     (f"{EVAL} --top_p 1.5", "`top_p`"),
     (f"{EVAL} --dtype float33", "float33"),
     (f"{EVAL} --reward none", "'none'"),
+    ("eval model --tasks sums.jsonl --output .", "`sums.jsonl` is no file of samples"),
+    ("profile good.yaml --output runs/good", "`runs/good` holds something else"),
     (f"{EVAL} --compare odd", "`odd/results.json`"),
     (f"{EVAL} --compare cut", "`cut/results.json`"),
     (f"{EVAL} --output binary --limit 1 --max_tokens 2 --no_chat", "`binary`"),

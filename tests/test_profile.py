@@ -290,6 +290,8 @@ def test_the_app_shows_prompts_and_completions(tmp_path):
     assert app.prompts(rows, "-pass_rate").index(best) == app.prompts(rows, "-pass_rate").index("data-row=") + 10
     assert "<b>" not in app.prompts(rows, "pass_rate") and "&lt;b&gt;" in app.prompts(rows, "pass_rate")
     assert app.completions(folder, rows["place"][best]).count("<tr><td>") == 8
+    (lines := folder / GROUPS).write_bytes(b"".join(lines.read_bytes().splitlines(keepends=True)[:-1]))
+    assert app.rows_of(folder)["place"].isna().sum() == 1 and len(app.rows_of(folder)) == 8
     with gr.Blocks() as blocks:
         app.show(folder, page._html, page._charts)
     shown = [str(vars(part).get("value")) for part in blocks.blocks.values()]

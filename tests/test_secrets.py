@@ -17,7 +17,7 @@ from benchmarks.synthetic import SyntheticTraining, record_synthetic_run
 from launches import run_to_end
 from lze_trl import hub
 from lze_trl.checkpoint import STATE_NAME, save
-from lze_trl.redaction import public, redacted
+from lze_trl.redaction import public, redacted, redacted_word
 from test_hub import server  # noqa: F401  # a fixture
 
 
@@ -158,6 +158,8 @@ def test_a_secret_is_known_by_its_name_at_any_depth(name):
     for deep in ({name: "s"}, {"a": [{name: "s"}]}, {name: {"user": "s"}}, {name: ["s"]}):
         assert "'s'" not in str(redacted(deep)) and "***" in str(redacted(deep))
     assert redacted({name: None, "n": {name: True}}) == {name: None, "n": {name: True}}
+    for word in (json.dumps({name: "s3"}), json.dumps({"a": [{name: "s3"}]}), f'{{"{name}": s3'):
+        assert "s3" not in redacted_word(word, "model_init_kwargs")
 
 
 def test_what_is_no_secret_stays():

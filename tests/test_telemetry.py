@@ -191,7 +191,7 @@ def wait_for(condition, seconds=20.0):
 OLD = json.dumps({"format": FORMAT, "schema_version": 1})
 
 
-@pytest.mark.parametrize(("file", "content"), [("", ""), ("meta.json", OLD), ("groups/*", "PAR1")])
+@pytest.mark.parametrize(("file", "content"), [("", ""), ("meta.json", OLD), ("groups/*", "PAR1"), ("prompts/*", "P")])
 def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, file, content):
     record_run(tmp_path, [make_record(i) for i in range(3)])
     if file:

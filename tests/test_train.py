@@ -116,6 +116,12 @@ def test_resume_points(job, tmp_path, caplog):
     assert "holds an earlier run, which this one replaces" in caplog.text
     assert point(resume_from_checkpoint="auto") == str(tmp_path / "run" / "checkpoint-1")
     assert (tmp_path / "run" / "replaced.1" / "checkpoint-2" / "lze_state.json").is_file()
+    # A run that cannot begin sets nothing aside, and one may begin with the state of the run that it replaces
+    with pytest.raises(SystemExit, match="`nowhere` is neither"):
+        main(["--config", job(max_steps=1, state_from="nowhere")])
+    assert point(resume_from_checkpoint="auto") == str(tmp_path / "run" / "checkpoint-1")
+    train(job(max_steps=1, eval_datasets=[], state_from=str(tmp_path / "run" / "checkpoint-1")))
+    assert (tmp_path / "run" / "replaced.2" / "checkpoint-1").is_dir()
 
 
 def test_peft_recipe(job):

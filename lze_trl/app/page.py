@@ -151,7 +151,7 @@ class _Page:
                 self.completions = _html("completions")
 
     def _add_comparison(self, ids: list[str]):
-        self.runs = gr.Dropdown(ids, value=ids[:8], multiselect=True, label="Runs", elem_id="lze-compared")
+        self.runs = gr.Dropdown(ids, value=[], multiselect=True, label="Runs", elem_id="lze-compared")
         with gr.Row():
             self.metrics = gr.Dropdown(
                 _METRICS, value=_FIRST_METRICS, multiselect=True, label="Show", elem_id="lze-metrics"
@@ -223,8 +223,9 @@ class _Page:
     def _open_listed(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, "", TABS[1], gr.Tabs(selected=TABS[1])
 
-    def _tick(self, runs: list[str], event: gr.EventData) -> list[str]:
-        return [run for run in runs if run != event.run] + [event.run] * event.ticked
+    def _tick(self, runs: list[str], event: gr.EventData) -> Any:
+        ticked = [run for run in runs if run != event.run] + [event.run] * event.ticked
+        return gr.update(choices=self.book.ids, value=ticked)
 
     def _open_state(self, event: gr.EventData) -> tuple[Any, ...]:
         return event.row, TABS[1], gr.Tabs(selected=TABS[1])
@@ -235,7 +236,8 @@ class _Page:
         return target["state"], target["search"], target["named"], target["tab"], gr.Tabs(selected=target["tab"])
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
-        return event.row, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
+        run = gr.update(choices=self.book.ids, value=event.row)
+        return run, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
 
     def _offer_forecast(self, id: str) -> tuple[Any, Any]:
         """Remove the forecast of the run before, and show the button for one if the recording of this run can answer."""
@@ -257,6 +259,8 @@ class _Page:
         self.book.look()
         ids, asked = self.book.ids, dict(request.query_params)
         run = asked.get("run") if asked.get("run") in ids else self.book.latest
+        if asked.get("run") not in (None, run):
+            gr.Warning("The run of this address is not here. This is the latest one.")
         prompt = asked.get("prompt", "") if re.fullmatch(r"-?\d{1,19}", asked.get("prompt", "")) else ""
         chosen = {"run": run, "prompt": prompt, "search": asked.get("search", "")}
         given = {name: part.value for name, part in self.controls.items()} | chosen | {"runs": ids[:8]}
@@ -283,6 +287,8 @@ class _Page:
         given = dict(zip(self.controls, values, strict=True))
         if seen is None or self._is_loading(given):
             return gr.skip()
+        if given["tab"] == "Runs":
+            self.book.look()
         if self._version(given) != seen:
             return self._show(*values) | {self.timer: gr.Timer(_REFRESH_SECONDS)}
         changes: dict[Any, Any] = {self.timer: gr.Timer(_IDLE_SECONDS)}

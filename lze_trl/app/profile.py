@@ -33,10 +33,11 @@ def rows_of(folder: Path) -> pd.DataFrame:
     table = pq.read_table(path, columns=["prompt", *(f"{prefix}{name}" for name in names)])
     frame = pd.DataFrame({name: table[f"{prefix}{name}"].to_pandas() for name in names})
     texts = [plain_text(prompt) for prompt in table["prompt"].to_pylist()]
-    groups = read_groups(folder)  # in the order of the data
-    frame = frame.assign(place=[group["place"] for group in groups])
+    groups = {group["row"]: group for group in read_groups(folder)}
+    own = [groups.get(row, {"place": None, "prompt_id": f"row {row}"}) for row in range(len(frame))]
+    frame = frame.assign(place=[group["place"] for group in own])
     frame.insert(0, "prompt", [views.short_text({"text": text}) for text in texts])
-    return frame.set_index(pd.Index([str(group["prompt_id"]) for group in groups], name="prompt id"))
+    return frame.set_index(pd.Index([str(group["prompt_id"]) for group in own], name="prompt id"))
 
 
 def prompts(rows: pd.DataFrame, order: str) -> Any:
@@ -64,7 +65,8 @@ def show(folder: Path, html: Callable[..., Any], chart: Callable[..., Any], open
         return prompts(rows, event.sort)
 
     def open_prompt(event: gr.EventData) -> Any:
-        return completions(folder, int(rows["place"][event.row]))
+        place = rows["place"][event.row]
+        return "The completions of this prompt are not there." if pd.isna(place) else completions(folder, int(place))
 
     with gr.Accordion(f"Profile {name}: {len(rows):,} prompts", open=opened):
         chart(value=f"[{charts.pass_rates(rows['pass_rate']).to_json()}]")

@@ -25,7 +25,7 @@ KNOWN = {
 """Names by which columns are recognised: the first that is there, and all contexts."""
 
 # Columns with the right option, beside the answer columns above
-_CHOICE_ANSWERS = ("answerKey", "correct_answer", "correct_option", "correct", "label")
+CHOICE_ANSWERS = ("answerKey", "correct_answer", "correct_option", "correct", "label")
 _SAMPLE = 1_000
 
 
@@ -42,7 +42,7 @@ class Columns:
         self._table, self._features = table, table.features
         self.prompt: str = self._find("prompt_column", given)
         self.options: str | None = self._find("option_column", given, needed=False)
-        further = _CHOICE_ANSWERS if self.options else ()
+        further = CHOICE_ANSWERS if self.options else ()
         self.answer: str | None = self._find("answer_column", given, further, needed=not unlabelled)
         known = [found for name in KNOWN["context_columns"] if (found := self._column_named(name))]
         wanted = given["context_columns"]

@@ -8,7 +8,7 @@ from datasets import Dataset, Features, Image, Json, List, Value, concatenate_da
 
 from ..memory.identity import id_of, media_as_stored
 from ..rewards.functions import is_placeholder
-from .columns import Columns, advice
+from .columns import CHOICE_ANSWERS, KNOWN, Columns, advice
 from .gym import load_gym
 from .sources import GYM, DataError, load_table, parse_reference, unreadable
 
@@ -102,7 +102,8 @@ def load_prompts(
     style = PromptStyle(conversational, system_prompt, prompt_suffix)
     parsed = parse_reference(reference)
     is_gym = reference.startswith(GYM)  # whose verifiers need no gold answers; some tasks have none
-    table = load_gym(reference) if is_gym else load_table(parsed)
+    answers = [*KNOWN["answer_column"], *CHOICE_ANSWERS, *filter(None, [answer_column])]
+    table = load_gym(reference) if is_gym else load_table(parsed, answers)
     features = table.features
     for name, feature in features.items():
         # Images stay bytes: decoded ones take gigabytes, and would be compressed again when they are written

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ GYM = "reasoning_gym:"
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+FILE_SUFFIXES = re.compile(r"(\.(jsonl|json|parquet|csv|gz|bz2|xz|zst))+$")
 # An answer "None" in a CSV is text; only what is empty is missing
-_AS_WRITTEN = {"csv": {"keep_default_na": False, "na_values": [""]}}
+_AS_WRITTEN = {"keep_default_na": False, "na_values": [""]}
 _HUB = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(datasets/)?)")
 
 
@@ -70,14 +72,15 @@ def parse_reference(text: str) -> Reference:
     return Reference(path, is_local, **given)
 
 
-def load_table(reference: Reference) -> Dataset:
+def load_table(reference: Reference, text_columns: Iterable[str] = ()) -> Dataset:
     """
     Load the rows of a dataset: of its split, else of `train`, else of its only split. Without a configuration, of the one called
-    `default` or `main`, else of all, one after the other. Raises [`DataError`].
+    `default` or `main`, else of all, one after the other. `text_columns` of a CSV file are read as they are written: `007` is no number.
+    Raises [`DataError`].
     """
     name = repr(reference.label)
     try:
-        found = _load(reference)
+        found = _load(reference, text_columns)
     # Each format has a library of its own, and their errors have no more in common
     except (DatasetGenerationError, ImportError, OSError, ValueError, RuntimeError, StopIteration) as error:
         raise unreadable(reference, error) from error
@@ -131,7 +134,11 @@ def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
     return loaded[split]
 
 
-def _load(reference: Reference) -> list[Any]:
+def _text(cell: str) -> str | None:
+    return cell or None
+
+
+def _load(reference: Reference, text_columns: Iterable[str]) -> list[Any]:
     path, kind = Path(reference.path), format_of(reference.path)
     options: dict[str, Any] = {"split": reference.split}
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # what `save_to_disk` wrote
@@ -142,8 +149,11 @@ def _load(reference: Reference) -> list[Any]:
             raise ValueError(f"unknown format {path.suffix!r}. Known are {[*FILE_FORMATS]}, compressed or not.")
         split = path.name.partition(".")[0]
         options |= {"data_files": {split if split in ("train", "test", "validation") else "train": reference.path}}
+        if kind == "csv":
+            names = {change(name) for name in text_columns for change in (str, str.lower, str.upper, str.capitalize)}
+            options |= {**_AS_WRITTEN, "converters": dict.fromkeys(sorted(names), _text)}
         try:
-            return [datasets.load_dataset(kind, **options, **_AS_WRITTEN.get(kind, {}))]
+            return [datasets.load_dataset(kind, **options)]
         except (DatasetGenerationError, CastError):
             if kind != "json":
                 raise

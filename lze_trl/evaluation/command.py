@@ -30,6 +30,8 @@ def run(flags: argparse.Namespace) -> Path:
     evaluation = _evaluation(flags)
     if flags.compare:
         check_comparable(Path(flags.compare), evaluation)
+    if flags.model or flags.output:  # else named by what the server says of itself
+        evaluation.refuse_other_files(Path(flags.output or folder_of(flags.model)))
     engine: Sampler
     if flags.server:
         engine = ServerEngine.connect(flags.server, flags.concurrent)
@@ -110,7 +112,10 @@ def _comparison(folder: Path, other: Path, tasks: Iterable[str]) -> str:
             pd.DataFrame(read_samples(place / f"{task}.jsonl")).groupby("id")["reward"].mean()
             for place in (folder, other)
         )
-        differences = (ours - theirs).dropna()
+        if (differences := (ours - theirs).dropna()).empty:
+            raise EvaluationError(
+                f"{task}: `{folder}` and `{other}` have no problem in common. Give the same `--limit`."
+            )
         rows.append([task, f"{len(differences):,}", interval_text(mean_over_tasks([differences]), "+")])
     table = pd.DataFrame(rows, columns=["task", "problems", "difference, % [95 % interval]"])
     return f"{folder} less {other}, paired by problem\n{table.to_string(index=False)}\n"

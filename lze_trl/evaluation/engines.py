@@ -94,7 +94,7 @@ class TransformersEngine:
             raise EvaluationError(
                 f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer, or a Hub id."
             ) from error
-        return cls(loaded.eval(), tokenizer, batch_size, model)
+        return cls(loaded.eval(), tokenizer, batch_size, model.rstrip("/"))
 
     def generate(self, requests: Iterable[SampleRequest], decoding: Decoding) -> Iterator[Answered]:
         """Complete requests in batches of similar prompt length, the longest first."""

@@ -70,6 +70,7 @@ class Evaluation:
         Evaluate an engine, write samples and results into a folder, and return the results as they are there. Results of other tasks
         in the folder are kept if their settings are the same.
         """
+        self.refuse_other_files(folder)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / FILE
         settings = {"model": engine.name, **self.settings}
@@ -81,7 +82,7 @@ class Evaluation:
         for task, problems in self.tasks.items():
             samples = self._sampled(engine, task, progress)
             lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
-            (folder / f"{task}.jsonl").write_text("".join(lines), encoding="utf-8")
+            write_atomically(folder / f"{task}.jsonl", "".join(lines).encode())
             scores, counts = scores_of(samples)
             for metric, values in scores.items():
                 values_by_metric[metric].append(values)
@@ -92,6 +93,17 @@ class Evaluation:
             text = json.dumps({**settings, "tasks": tasks, "mean": mean or None}, indent=1)
             write_atomically(path, text.encode())  # after each task: the next one may fail
         return json.loads(path.read_text(encoding="utf-8"))
+
+    def refuse_other_files(self, folder: Path):
+        """Raise an [`EvaluationError`] if a file that the samples of a task would replace holds something else."""
+        for path in (folder / f"{task}.jsonl" for task in self.tasks):
+            try:
+                if path.is_file():
+                    read_samples(path)
+            except EvaluationError as error:
+                raise EvaluationError(
+                    f"`{path}` is no file of samples, and would be replaced by some. Give another `--output`."
+                ) from error
 
     def _sampled(self, engine: Sampler, task: str, progress: bool) -> list[Sample]:
         requests = [SampleRequest(problem, i) for problem in self.tasks[task] for i in range(self.samples)]

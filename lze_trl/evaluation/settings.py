@@ -32,6 +32,7 @@ class Decoding:
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("top_k", "at least 0, which is all tokens", self.top_k >= 0),
             ("max_tokens", "at least 1", self.max_tokens is None or self.max_tokens >= 1),
+            ("stop", "texts that are not empty", "" not in self.stop),
         ):
             if not is_allowed:
                 raise EvaluationError(f"`{name}` must be {allowed}, got {vars(self)[name]}.")

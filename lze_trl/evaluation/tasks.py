@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from ..data import DataError, load_prompts
-from ..data.sources import format_of
+from ..data.sources import FILE_SUFFIXES, format_of
 from ..names import near
 from .settings import Decoding, EvaluationError
 
@@ -80,7 +80,7 @@ def _task_of_address(address: str) -> Task:
             f"Unknown task {address!r}.{near(address, TASKS)} Known are {sorted(TASKS)}, or give a dataset: the path of a file, "
             "`org/name?split=test` or `reasoning_gym:TASK`."
         )
-    name = path.name.partition(".")[0] if format_of(path.name) else path.name.rpartition(":")[2]
+    name = FILE_SUFFIXES.sub("", path.name) if format_of(path.name) else path.name.rpartition(":")[2]
     if name in ("test", "train", "data"):  # results are kept by name, and many files are called so
         name = f"{path.resolve().parent.name}_{name}"
     query = [(key, value) for key, value in parse_qsl(address.partition("?")[2]) if value != "test"]

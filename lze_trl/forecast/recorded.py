@@ -27,6 +27,10 @@ def sample_of_folder(folder: str | Path, reward: str | None = None) -> GroupSamp
     """
     folder = Path(folder)
     if folder.name == DIRECTORY or (folder / DIRECTORY).is_dir():
+        if reward is not None:
+            raise TelemetryError(
+                f"`{folder}` is a recorded run, whose passes are those of its settings. Leave out `--reward`."
+            )
         with closing(open_run(folder)) as run:
             return _of_run(run)
     return _of_logs(folder, reward)
@@ -75,7 +79,10 @@ def _of_logs(folder: Path, reward: str | None) -> GroupSample:
     rows = read_logs(folder)
     rows = rows[rows.duplicated(["log", "prompt"], keep=False)]  # evaluations may have one completion of each prompt
     numeric = rows.drop(columns=["log", "step", "advantage"], errors="ignore").select_dtypes("number")
-    if numeric.empty or (reward is not None and reward not in numeric):
+    if rows.empty or not len(numeric.columns):
+        lacks = "no prompt with two completions" if rows.empty else "no column of numbers, which rewards are"
+        raise TelemetryError(f"TRL's logs in `{folder}` have {lacks}.")
+    if reward is not None and reward not in numeric:
         raise TelemetryError(f"The logs have the rewards {list(numeric)}, got {reward!r}. Name one of them.")
     group = rows.groupby(["log", "prompt"], sort=False).ngroup().to_numpy()
     order = np.argsort(group, kind="stable")

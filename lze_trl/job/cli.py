@@ -208,6 +208,8 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
         shown = forecast(sample_of_folder(path, namespace.reward))
     else:
         read_recipe(namespace.source)  # a wrong path is reported before the imports
+        if namespace.reward is not None:
+            raise RecipeError("`--reward` is for TRL's logs. A recipe has `pass_reward`.")
         _say_that_it_loads()
         from .train import forecast_recipe
 

@@ -10,11 +10,13 @@ import torch
 from trl import ModelConfig
 from trl.trainer.utils import get_callable_name
 
+from ..checkpoint import find_state
 from ..checks import outcome_rule, prepare, refuse_too_few
 from ..config import LZEGRPOConfig
 from ..prompt_checks import Context
 from ..record.numbers import number
 from ..redaction import without_secrets
+from ..remote import STATE_FILES, resolve
 from ..rollout.controllers import DynamicSampling, ReinforceAda, RolloutController, UniformController
 from ..select.selectors import quota
 from . import user_errors
@@ -43,6 +45,8 @@ def dry_run(arguments: Sequence[str], num_processes: int):
 
 def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: ModelConfig) -> dict[str, str]:
     """Describe in words what a run trains on, and refuse what the run would refuse."""
+    if args.state_from is not None:
+        find_state(resolve(args.state_from, STATE_FILES))
     given = trainer_arguments(script_args, args, model_args)
     init_kwargs: Any = args.model_init_kwargs
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]

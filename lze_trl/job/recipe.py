@@ -142,6 +142,9 @@ def check_recipe(arguments: Sequence[str]) -> list[str]:
         recipe.pop("env", None)  # variables of the environment, set by TRL
         for name in [f"--{key}" for key in recipe.keys() - KEYS] + unknown:
             _refuse(name.partition("=")[0])
+        for name, value in recipe.items():
+            if value is False and (name.endswith("_strategy") or name == "report_to"):
+                raise RecipeError(f'`{name}: no` is `false` in YAML. Quote it: `{name}: "no"`.')
         parser.set_defaults_with_config(**recipe)
         values = vars(parser.parse_args(arguments))  # text is converted, `1e-6` for example
     except argparse.ArgumentError as error:
@@ -169,9 +172,10 @@ def _refuse_unreadable_mapping(name: str, value: Any):
 
 
 def _refuse(unknown: str):
-    name = unknown.lstrip("-").replace("-", "_")
+    key = unknown.lstrip("-")
+    name = key.replace("-", "_")
     if not unknown.startswith("--"):
         raise RecipeError(f"Unexpected argument `{unknown}`. Flags are written `--name value`.")
-    blocks = " or ".join(f"`{block}`" for block, names in RANGES.items() if name in names)
+    blocks = " or ".join(f"`{block}`" for block, names in RANGES.items() if block and name in names)
     hint = f" It is a setting of {blocks}." if blocks else near_names(name, KEYS)
-    raise RecipeError(f"There is no setting `{name}`.{hint}")
+    raise RecipeError(f"There is no setting `{key}`.{hint}")

@@ -26,6 +26,7 @@ from typing import Any
 import datasets
 import huggingface_hub
 import transformers
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -35,6 +36,7 @@ from ..config import LZEGRPOConfig
 from ..data import parse_reference
 from ..evaluation.during import Probe, TaskEvaluation, remove_evaluations
 from ..names import refuse_missing_model
+from ..profile.folder import read_manifest
 from ..record.console import held_out_accuracy, quiet_transformers
 from ..record.curves import accuracy_metric
 from ..trainer import LZEGRPOTrainer
@@ -53,11 +55,30 @@ def build_trainer(
     arguments = trainer_arguments(script_args, training_args, model_args)
     tasks, probe = make_evaluations(script_args, training_args, arguments["train_dataset"])
     trainer = LZEGRPOTrainer(**arguments)
+    trainer.add_callback(EarlierRun())
     if tasks is not None:
         trainer.add_callback(TaskEvaluation(trainer, tasks, script_args.eval_tasks_steps))
     if probe is not None:
         trainer.add_callback(Probe(trainer, probe, script_args.probe_every))
     return trainer
+
+
+class EarlierRun(TrainerCallback):
+    """Sets aside what an earlier run has left in `output_dir`, once the new one has read all that it begins with."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: object):
+        if not state.is_world_process_zero:
+            return
+        Path(args.output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
+        if state.global_step == 0:  # not resumed
+            remove_evaluations(args.output_dir)
+            if (aside := set_aside(args.output_dir)) is not None:
+                logger.warning(
+                    "`%s` holds an earlier run, which this one replaces: its checkpoints are now in `%s`. To continue that one, move them "
+                    "back and set `resume_from_checkpoint: auto`.",
+                    args.output_dir,
+                    aside,
+                )
 
 
 def _idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
@@ -97,6 +118,8 @@ def trainer_arguments(
     refuse_missing_model(model_args.model_name_or_path)  # before the data is read
     reward_funcs = make_rewards(script_args, training_args)
     train_dataset, eval_dataset = load_data(script_args, training_args)
+    if eval_dataset is None and training_args.eval_strategy != "no":
+        raise RecipeError(f"`eval_strategy: {training_args.eval_strategy}` needs `eval_datasets`. Name some.")
     if eval_dataset is not None:  # in whole groups
         size = training_args.num_generations_eval or training_args.num_generations
         rows = training_args.per_device_eval_batch_size * training_args.world_size
@@ -166,22 +189,15 @@ def run(
 
 def _run(script_args: Any, training_args: Any, model_args: Any, before_training: Any) -> dict[str, float | None]:
     output_dir = Path(training_args.output_dir)
+    if read_manifest(output_dir) is not None:
+        raise RecipeError(
+            f"`{output_dir}` is a profile, whose files the run would replace. Give another `output_dir`."
+        )
     with user_errors():
         checkpoint = starting_point(script_args, training_args)
         trainer = build_trainer(script_args, training_args, model_args)
     trainer.resume_command = "the same command with `--resume_from_checkpoint auto`"
     trainer.generation_step.recorder.described["datasets"] = script_args.datasets
-    if trainer.is_world_process_zero():  # of an earlier run
-        (output_dir / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        if checkpoint is None:
-            remove_evaluations(output_dir)
-            if (aside := set_aside(output_dir)) is not None:
-                logger.warning(
-                    "`%s` holds an earlier run, which this one replaces: its checkpoints are now in `%s`. To continue that one, move them "
-                    "back and set `resume_from_checkpoint: auto`.",
-                    output_dir,
-                    aside,
-                )
     if trainer.summary is not None:
         trainer.summary.ends_with_training = False
     if before_training is not None:

@@ -46,7 +46,8 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
     tables = {"data": dataset}
     if keep is not None:
         kept = (rates >= keep[0]) & (rates <= keep[1])
-        tables["kept"] = dataset.select(np.flatnonzero(kept))
+        if kept.any():  # `datasets` reads no file without rows
+            tables["kept"] = dataset.select(np.flatnonzero(kept))
         lines += filtered(sample, rates, kept, keep, args.num_generations)
     configs = []
     for place, rows in tables.items():

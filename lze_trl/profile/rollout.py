@@ -14,6 +14,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from ..batch import Batch
+from ..claim import NAME as CLAIM
 from ..claim import claimed
 from ..engine import TRLAdapter
 from ..files import write_atomically
@@ -59,7 +60,7 @@ def profile(trainer: Any, folder: Path, num_completions: int = 8, keep: tuple[fl
     settings |= {"prompts": len(ids), "prompt_ids": xxhash.xxh64(ids.tobytes()).hexdigest()}
     with claimed(folder):
         if (manifest := store.read_manifest(folder)) is None:
-            if (folder / store.GROUPS).exists() or (folder / store.MANIFEST).exists():
+            if any(path.name != CLAIM for path in folder.iterdir()):
                 raise store.ProfileError(f"`{folder}` holds something else. Give another `--output`.")
             versions = {name: version(name) for name in ("lze-trl", "trl", "transformers", "torch", "datasets")}
             manifest = {"format": store.FORMAT, "model": without_secrets(config._name_or_path or config.model_type)}

@@ -108,7 +108,7 @@ def value_tables(run: Run) -> dict[str, pd.DataFrame]:
             max(number) FILTER (metric = 'tokens')::BIGINT AS "generated tokens", avg(number) FILTER (recent AND kind = 'by' AND metric = ?) AS reward,
             arg_max(number, step) FILTER (kind = 'eval_by' AND metric = ?) AS held_out,
             avg(number) FILTER (recent AND metric = 'dead_share') AS "dead share",
-            arg_max(metric, number) FILTER (starts_with(metric, 'dead/') AND metric <> 'dead/stopped') AS mostly
+            arg_max(metric, (number, metric)) FILTER (starts_with(metric, 'dead/') AND metric <> 'dead/stopped') AS mostly
         FROM logged GROUP BY ALL HAVING completions IS NOT NULL ORDER BY completions DESC, value""",
         [held_out.removeprefix("eval_")] * 2,
     ).rename(columns={"held_out": HELD_OUT})

@@ -16,7 +16,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from ..memory.identity import ID_COLUMN
-from ..redaction import redacted
+from ..redaction import redacted, redacted_word
 from .schema import Meta
 from .tables import GenerationRecord, plain_text
 from .writer import TelemetryWriter
@@ -102,7 +102,7 @@ class Recorder:
             topics, defaults = topics_of(type(self.args)), _flat(self.args.defaults())
             settings = _flat({name: value for name, value in self.args.to_dict().items() if name != "hub_token"})
             known = {name: [topics.get(name.partition(".")[0], ""), default] for name, default in defaults.items()}
-            meta = Meta(settings | self.described | made_by(), self.reward_names, known)
+            meta = Meta(settings | redacted(self.described) | made_by(), self.reward_names, known)
             self._writer = TelemetryWriter(self.args.output_dir, meta, resumed_generation=generation or None)
         return self._writer
 
@@ -134,7 +134,7 @@ def made_by() -> dict[str, Any]:
     for before, word in zip(["", *words], words, strict=False):  # a flag and its value are two words, or one
         flag, equals, value = word.partition("=")
         begin, rest, name = (flag + equals, value, flag) if equals else ("", word, before)
-        shown.append(begin + redacted(rest, name=name.lstrip("-")))
+        shown.append(begin + redacted_word(rest, name.lstrip("-")))
     versions = []
     for name in _TRAINS:
         with suppress(PackageNotFoundError):

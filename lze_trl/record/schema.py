@@ -134,7 +134,7 @@ class Status:
             status.advice = [str(line) for line in status.advice]
         except (OSError, ValueError, TypeError):
             return cls()
-        if status.state == "running" and time.time() - status.time > _SILENT_SECONDS:
+        if status.state == "running" and abs(time.time() - status.time) > _SILENT_SECONDS:
             status.state = "crashed"
         if status.state != "running":
             status.waits_for = ""

@@ -60,10 +60,10 @@ class TelemetryWriter:
                 raise MissingTelemetryError
             Meta.read(self.directory)
             _remove_rows(self.directory, resumed_generation)
+            self._known = _prompt_ids(self.directory)
         except (TelemetryError, OSError, ValueError):  # of another run or version, or damaged
             _move_aside(self.directory)
-        parts = list_parts(self.directory / "prompts")
-        self._known = set(ds.dataset(parts).to_table(["prompt_id"])["prompt_id"].to_pylist()) if parts else set()
+            self._known = set()
         self.directory.mkdir(parents=True, exist_ok=True)
         meta.write(self.directory)
         before = Status.read(self.directory)
@@ -163,6 +163,14 @@ class TelemetryWriter:
                 # The last generation batch in a file is what a resumed run looks for
                 write_part(self.directory / table / f"{generation:08d}-{time.time_ns()}.parquet", rows)
                 del waiting[:count]
+
+
+def _prompt_ids(directory: Path) -> set[int]:
+    """Return the prompts whose text is recorded. Raises `ValueError` if a file of any table is damaged."""
+    for path in (path for table in SQL_TYPES for path in list_parts(directory / table)):
+        pq.read_metadata(path)
+    parts = list_parts(directory / "prompts")
+    return set(ds.dataset(parts).to_table(["prompt_id"])["prompt_id"].to_pylist()) if parts else set()
 
 
 def _move_aside(directory: Path):

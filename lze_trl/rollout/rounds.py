@@ -269,7 +269,7 @@ class Rounds:
         Enter what a gate would have expected of a batch by forecasts that have learned from it. Those of a run's first batches, from
         before, say little of what a gate stops.
         """
-        if pending.gated is not None:
+        if isinstance(self.controller, Gate) and pending.gated is not None:
             prompts, first = pending.gated
             self.guard.expect(self.controller.expected(self.state.with_threshold(prompts, first), first))
 
