@@ -199,7 +199,6 @@ class BatchPipeline:
         with timed("selection"):
             forecasts, _ = self.state.alive(drawn.prompt_ids)
             drawn = self._remember(drawn)
-            self.rounds.expect(pending)
             if self.state.unseen is not None:
                 drawn = drawn.with_prompts(forecast=forecasts)
             self._add_values(drawn)

@@ -68,7 +68,7 @@ class World:
         prompts = self.guard.with_guard_columns(self.state.prompts(ids, first), random_draws, begins)
         chances = self.controller.probabilities(1, prompts, first)
         goes_on = requested_counts(self.controller, 1, prompts, first, self.rng)
-        known = prompts
+        self.guard.expect(self.controller.expected(prompts, first))
         assert set(goes_on) <= {0, SIZE - 1}
         finished = np.where(goes_on > 0, chances, 0.0)
         drawn = _some(whole, goes_on > 0, begun > 0)
@@ -77,7 +77,6 @@ class World:
         chances, goes_on = chances[begun > 0], goes_on[begun > 0]
         self._count(whole, prompts.alive_given_first, goes_on > 0, chances)
         self.state.score_and_store(_some(whole, goes_on > 0), np.where(goes_on > 0, chances, 0.0))
-        self.guard.expect(self.controller.expected(self.state.with_threshold(known, first), first))
 
     def _count(self, whole: Batch, expected: np.ndarray, goes_on: np.ndarray, chances: np.ndarray):
         self.kept += (whole.alive & (chances == 1.0)).sum()

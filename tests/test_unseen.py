@@ -111,22 +111,6 @@ def test_forecasts_of_new_prompts_get_better_as_others_are_seen(columns, gate):
     assert world.unseen.metrics()["unseen_used"] == 1.0
 
 
-def test_forecasts_are_used_after_a_few_batches_and_not_where_prompts_say_nothing():
-    used = {}
-    for told in (True, False):
-        for gate in (True, False):
-            found = []
-            for seed in range(4):
-                world = World(told=told, gate=gate, seed=seed)
-                for _ in range(25):
-                    world.visit()
-                    found.append(world.unseen.used)
-            used[told, gate] = np.reshape(found, (4, 25))
-    assert used[True, True][:, 4:].all() and used[True, False][:, 4:].all()
-    # A forecast that is used must not be its own witness
-    assert used[False, True].mean() < 0.05 and used[False, False].mean() < 0.05
-
-
 def test_a_gate_that_knows_sources_does_not_begin_the_hopeless_one():
     knows, blind = World(), World(None)
     for world in (knows, blind):

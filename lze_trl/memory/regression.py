@@ -28,6 +28,12 @@ class OnlineRegression:
         model, offset = self._scores
         return bool(model <= offset)
 
+    @property
+    def better(self) -> bool:
+        """Whether the recent squared error of the model is smaller by 5 % and by 1, which a few lucky examples do not give."""
+        model, offset = self._scores
+        return bool(model + 1.0 < 0.95 * offset)
+
     def forecasts(self, offset: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return probabilities by the model and by the offset, both `(P,)`, from offsets `(P,)` and features `(P, F)`."""
         return probability(np.clip(offset + x @ self.weights, -MAX_LOGIT, MAX_LOGIT)), probability(offset)

@@ -123,7 +123,7 @@ class PromptState:
         scored = ~np.isnan(groups.pass_rates)
         ids = groups.prompt_ids[scored]
         size, alive = smallest_group_aliveness(rollouts)
-        self._fit_unseen(ids, size, groups.pass_rates[scored], alive[scored], np.ones(len(ids)), alive[scored])
+        self._fit_unseen(ids, size, groups.pass_rates[scored], alive[scored], np.ones(len(ids)))
         self.foresight.fit(self.history(ids), size, alive[scored], learn=size > 1)
 
     def _learn_from_gated_groups(self, groups: Table, rollouts: Batch, completion_probability: np.ndarray):
@@ -133,36 +133,23 @@ class PromptState:
         represents = np.divide(1.0, completion_probability, out=np.zeros(len(groups)), where=complete)
         prompts = self.prompts(groups.prompt_ids)
         if self.unseen is not None:  # what chance has completed is too little to learn from
-            history = self.history(groups.prompt_ids)
-            without = prompts.with_columns(alive=self.foresight.alive(history, self.group_size))
-            alive, seen = (
-                np.where(complete, rollouts.alive, self.threshold.alive(known, rollouts))
-                for known in (prompts, without)
-            )
+            alive = np.where(complete, rollouts.alive, self.threshold.alive(prompts, rollouts))
             start = np.ones(len(groups))
             if "start_probability" in rollouts.prompts:
                 start = rollouts.prompts.start_probability
             first = rollouts.outcomes[rollouts.first_rows]
             outcomes = np.where(np.isnan(first), groups.pass_rates, first)
             ids, counts = groups.prompt_ids[scored], 1.0 / start[scored]
-            self._fit_unseen(ids, self.group_size, outcomes[scored], alive[scored], counts, seen[scored])
+            self._fit_unseen(ids, self.group_size, outcomes[scored], alive[scored], counts)
         self.threshold.fit(prompts, rollouts, represents)
         history, sizes = self.history(groups.prompt_ids[complete]), rollouts.sizes[complete]
         self.foresight.fit(history, sizes, rollouts.alive[complete], counts=represents[complete])
 
-    def _fit_unseen(
-        self,
-        ids: np.ndarray,
-        size: int,
-        outcomes: np.ndarray,
-        alive: np.ndarray,
-        counts: np.ndarray,
-        seen: np.ndarray,
-    ):
-        """Let forecasts of new prompts learn, see [`Unseen.fit`]."""
+    def _fit_unseen(self, ids: np.ndarray, size: int, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray):
+        """Let forecasts of new prompts learn from `outcomes`, and how likely groups are `alive`, each for `counts` prompts, `(P,)`."""
         if self.unseen is not None and size > 1:
             new = self._records(ids)["visits"] == 0
-            self.unseen.fit(ids[new], outcomes[new], alive[new], counts[new], size, seen[new])
+            self.unseen.fit(ids[new], outcomes[new], alive[new], counts[new], size)
 
     def store(self, groups: Table, means: np.ndarray, num_scored: np.ndarray, stopped: np.ndarray):
         """Store scored groups, with the mean and number of their scores, and which were stopped; all of shape `(P,)`."""
@@ -240,10 +227,8 @@ class PromptState:
             alive=alive,
             pruned=record["pruned"],
         )
-        return self.with_threshold(prompts, drawn) if len(prompts) else prompts
-
-    def with_threshold(self, prompts: Prompts, drawn: Batch | None = None) -> Prompts:
-        """Add how likely groups are to be alive by the first completions `drawn`, if any, and how likely they need to be."""
+        if not len(prompts):
+            return prompts
         if drawn is not None and drawn.num_rows:
             prompts = prompts.with_columns(alive_given_first=self.threshold.alive(prompts, drawn))
         return prompts.with_columns(alive_needed=self.threshold.needed(prompts))

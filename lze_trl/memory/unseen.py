@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import xxhash
 
 from ..batch import section
 from .posterior import dead_probability
-from .regression import SCORE_MEMORY, OnlineRegression, log_odds
+from .regression import OnlineRegression, log_odds
 
 
 Reader = Callable[[np.ndarray], list[tuple[str, list[tuple[str, Any]]]]]
@@ -22,7 +21,6 @@ _SCALE = 0.25  # of the numbers of a text: together their prior is about as wide
 _MEMORY = 0.9  # weight of earlier batches in the recent pass rate and share of live groups
 _KEPT = 16_384  # prompts whose numbers are kept for the next call
 _MOST = 3.0  # standard deviations at which the numbers of a text are cut
-_CLEARLY = 2.5  # standard deviations by which forecasts have to rank prompts better than chance
 
 
 def text_numbers(text: str) -> np.ndarray:
@@ -59,8 +57,8 @@ class Unseen:
     Forecasts prompts that were never visited. A logistic regression on numbers of a prompt's text, and with `columns` of its columns,
     forecasts the pass rate, see [`OnlineRegression`]; it learns from whole groups, or where a gate completes some of them, from first
     completions alone. How likely a group is to be alive follows from a Beta distribution of this mean with a + b = 1; a second
-    regression, on a constant, corrects it. Forecasts are used as long as they have ranked the prompts of the latest batches clearly better
-    than chance. Nothing is stored for a prompt.
+    regression, on a constant, corrects it. Forecasts are used as long as they are clearly better (Brier score) than the recent share of
+    live groups. Nothing is stored for a prompt.
     """
 
     def __init__(self, columns: bool = True):
@@ -70,9 +68,6 @@ class Unseen:
         self.rates, self.calibration = OnlineRegression(1 + size), OnlineRegression(1)
         self._moments = np.zeros((3, size))  # number, sum and sum of squares of what was seen
         self._recent = np.array([0.5, 0.5, 1.0])  # decayed: outcomes, live groups, prompts; one prompt is made up
-        self._ranking = np.zeros(
-            2
-        )  # decayed: covariances of a batch's ranks with which groups were alive, and their variances by chance
         self._known: dict[int, np.ndarray] = {}
         self._metrics: dict[str, float] = {}
 
@@ -123,28 +118,14 @@ class Unseen:
     def alive(
         self, ids: np.ndarray, base: np.ndarray, size: int, rng: np.random.Generator | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the [`forecasts`], or `base` twice while they are not used."""
-        return self.forecasts(ids, size, rng) if self.used else (base, base)
+        """Return the [`forecasts`], or `base` twice while they are not clearly better."""
+        return self.forecasts(ids, size, rng) if self.calibration.better else (base, base)
 
-    @property
-    def used(self) -> bool:
-        """Whether forecasts have ranked live groups above others, more clearly than chance does (a permutation test, with forgetting)."""
-        covariance, variance = self._ranking
-        return bool(covariance > _CLEARLY * variance**0.5)
-
-    def fit(
-        self,
-        ids: np.ndarray,
-        outcomes: np.ndarray,
-        alive: np.ndarray,
-        counts: np.ndarray,
-        size: int,
-        seen: np.ndarray | None = None,
-    ):
+    def fit(self, ids: np.ndarray, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray, size: int):
         """
         Score the forecasts of the new prompts of a batch, then learn from it, `(P,)` each: from mean `outcomes` of whole groups, or outcomes
         of first completions, and from how likely it is by now that groups of `size` are `alive`, 0 or 1 for a whole group. Each scores as
-        `counts` prompts. `seen` is `alive` as it would be without these forecasts, by which it is tested whether to use them; defaults to `alive`.
+        `counts` prompts.
         """
         self._metrics = {}
         if not len(ids):
@@ -154,8 +135,7 @@ class Unseen:
         forecasts, _ = self.calibration.forecasts(by_rate, constant)
         live_share = np.full(len(ids), self._recent[1] / self._recent[2])
         quality = self.calibration.score(forecasts, live_share, alive, counts)
-        self._ranking = SCORE_MEMORY * self._ranking + _rank_covariance(forecasts, alive if seen is None else seen)
-        quality["used"] = float(self.used)
+        quality["used"] = float(self.calibration.better)
         if (counts * alive).any() and (counts * (1.0 - alive)).any():
             quality["auc"] = auc(forecasts, alive, counts)
         self._metrics = {f"unseen_{name}": value for name, value in quality.items()}
@@ -170,23 +150,14 @@ class Unseen:
 
     def state_dict(self) -> dict[str, np.ndarray]:
         rates = {f"rates.{name}": array for name, array in self.rates.state_dict().items()}
-        own = {"moments": self._moments, "recent": self._recent, "ranking": self._ranking}
-        return self.calibration.state_dict() | rates | own
+        return self.calibration.state_dict() | rates | {"moments": self._moments, "recent": self._recent}
 
     def load_state_dict(self, state: dict[str, np.ndarray]):
-        """Continue from a checkpoint; one with or without `columns`, or from before ranks were tested, has nothing to give."""
-        if state["moments"].shape == self._moments.shape and "ranking" in state:
+        """Continue from a checkpoint; one with or without `columns`, or from before pass rates were forecast, has nothing to give."""
+        if state["moments"].shape == self._moments.shape and "recent" in state:
             self.calibration.load_state_dict(state)
             self.rates.load_state_dict(section(state, "rates"))
-            names = ("moments", "recent", "ranking")
-            self._moments, self._recent, self._ranking = (state[name].copy() for name in names)
-
-
-def _rank_covariance(forecasts: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Return n times the covariance of the forecasts' ranks with what is `true`, or in part, and its variance if ranks were permuted, `(2,)`."""
-    ranks, truth = pd.Series(forecasts).rank().to_numpy(), true - true.mean()
-    ranks = ranks - ranks.mean()
-    return np.array([ranks @ truth, (ranks @ ranks) * (truth @ truth) / max(len(ranks) - 1, 1)])
+            self._moments, self._recent = state["moments"].copy(), state["recent"].copy()
 
 
 def auc(forecasts: np.ndarray, true: np.ndarray, counts: np.ndarray) -> float:

@@ -54,9 +54,7 @@ class Pending:
     counts: np.ndarray = field(default_factory=NOTHING.copy)  # (P,): completions asked for in the round under way
     owner: np.ndarray = field(default_factory=NOTHING.copy)  # (B,): process of each completion
     round: int = 0
-    gated: tuple[Prompts, Batch] | None = (
-        None  # what a gate knew of the prompts when it decided, and their first completions
-    )
+    expected: np.ndarray = field(default_factory=lambda: np.zeros(4))  # of the batch by a gate, see `Gate.expected`
     in_parts: bool = False  # whether the round under way brings a process a part of a group
     rows_given_up: int = 0  # completions that were drawn in vain
     # One entry for each prompt. One that is added later has none until a round asks for its completions, see `_padded`
@@ -131,7 +129,7 @@ class Rounds:
                 drawn = replace(drawn, prompts=Table(prompt_ids=self.passes.ids_of(pending.plan.rows)))
                 prompts = self.known_prompts(pending, drawn)
         if isinstance(self.controller, Gate) and pending.round == 1 and not draws_whole(prompts):
-            pending.gated = prompts, drawn
+            pending.expected = self.controller.expected(prompts, drawn)
         counts = requested_counts(self.controller, pending.round, prompts, drawn, pending.rng)
         probabilities = self.controller.probabilities(pending.round, prompts, drawn)
         if probabilities is not None:
@@ -264,15 +262,6 @@ class Rounds:
         rows, skipped = np.concatenate([plan.rows, more.rows]), np.concatenate([plan.skipped, more.skipped])
         pending.plan = replace(plan, num_prompts=len(rows), rows=rows, skipped=skipped)
 
-    def expect(self, pending: Pending):
-        """
-        Enter what a gate would have expected of a batch by forecasts that have learned from it. Those of a run's first batches, from
-        before, say little of what a gate stops.
-        """
-        if isinstance(self.controller, Gate) and pending.gated is not None:
-            prompts, first = pending.gated
-            self.guard.expect(self.controller.expected(self.state.with_threshold(prompts, first), first))
-
     # ---- Rewards ----
 
     def score(
@@ -376,6 +365,7 @@ class Rounds:
         first_counts = _padded(pending.first_round_counts, count, 0)
         has_rows, (start, completion) = first_counts > 0, pending.probabilities()
         if isinstance(self.controller, Gate) and start is not None:
+            self.guard.expect(pending.expected)
             evidence = guard_evidence(self.controller, self.state, batch, start, completion)
             self.guard.update(batch, *evidence, self.controller.group_size)
         sample = self._uniform_sample(batch, pending, has_rows, completion)
