@@ -19,7 +19,6 @@ from ..redaction import without_secrets
 from ..remote import STATE_FILES, resolve
 from ..rollout.controllers import DynamicSampling, ReinforceAda, RolloutController, UniformController
 from ..select.selectors import quota
-from . import user_errors
 from .estimate import UNKNOWN, estimated
 from .parts import make_evaluations
 from .recipe import LZEScriptArguments, parse_recipe
@@ -36,10 +35,8 @@ def dry_run(arguments: Sequence[str], num_processes: int):
     alone = {"world_size": num_processes, "main_process_first": lambda self, **kwargs: nullcontext()}
     config = type("LZEGRPOConfig", (LZEGRPOConfig,), alone)
     script_args, args, model_args = parse_recipe(arguments, (LZEScriptArguments, config, ModelConfig))
-    with user_errors():
-        starting_point(script_args, args)
-        facts = describe(script_args, args, model_args)
-    for name, fact in facts.items():
+    starting_point(script_args, args)
+    for name, fact in describe(script_args, args, model_args).items():
         sys.stdout.write(f"{name:<30}  {fact}\n")
 
 

@@ -38,8 +38,7 @@ def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[D
 
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
     """Make the reward functions of a recipe."""
-    settings = args.max_completion_length, script_args.majority
-    rewards = [get_reward(name, *settings) for name in script_args.reward_funcs]
+    rewards = [get_reward(name, args.max_completion_length, script_args.majority) for name in script_args.reward_funcs]
     return [reward() if isinstance(reward, type) else reward for reward in rewards]
 
 

@@ -81,32 +81,15 @@ class EarlierRun(TrainerCallback):
                 )
 
 
-def _idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
-    """Build a trainer of a recipe and flags that will not train and reports nothing."""
+def idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
+    """Build a trainer of a recipe and flags that will not train and reports nothing, for a forecast or a profile."""
     setup_logging(is_main=True)
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
     training_args.report_to, training_args.summary = [], False
     # The constructor makes a repository for either
     training_args.push_to_hub = training_args.log_completions = False
-    with user_errors():
-        return LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
-
-
-def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
-    """Make the [`~lze_trl.forecast.Forecast`] of a recipe and flags, without training or writing anything."""
-    trainer = _idle_trainer(arguments)
-    with user_errors():
-        return trainer.forecast(num_prompts)
-
-
-def profile_recipe(arguments: Sequence[str], **settings: Any) -> str:
-    """Profile the prompts of a recipe and flags into its `output_dir`, see [`~lze_trl.profile.rollout.profile`]. Returns the summary."""
-    from ..profile.rollout import profile
-
-    trainer = _idle_trainer(arguments)
-    with user_errors():
-        return profile(trainer, Path(trainer.args.output_dir), **settings)
+    return LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
 
 
 def trainer_arguments(
@@ -183,35 +166,30 @@ def run(
     """
     if training_args.disable_tqdm or not sys.stdout.isatty():
         disable_progress_bars()
-    with claimed(training_args.output_dir):  # before anything of an earlier run is touched, and a model is loaded
-        return _run(script_args, training_args, model_args, before_training)
-
-
-def _run(script_args: Any, training_args: Any, model_args: Any, before_training: Any) -> dict[str, float | None]:
     output_dir = Path(training_args.output_dir)
-    if read_manifest(output_dir) is not None:
-        raise RecipeError(
-            f"`{output_dir}` is a profile, whose files the run would replace. Give another `output_dir`."
-        )
-    with user_errors():
-        checkpoint = starting_point(script_args, training_args)
-        trainer = build_trainer(script_args, training_args, model_args)
-    trainer.resume_command = "the same command with `--resume_from_checkpoint auto`"
-    trainer.generation_step.recorder.described["datasets"] = script_args.datasets
-    if trainer.summary is not None:
-        trainer.summary.ends_with_training = False
-    if before_training is not None:
-        before_training(trainer)
-    on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
-    sources = on_the_hub[0] if len(on_the_hub) == 1 else on_the_hub
-    with trainer.running():
-        trainer.train(resume_from_checkpoint=checkpoint)
-        with disk_errors(output_dir, output_dir, trainer.resume_command):
-            accuracy = evaluate_and_save(trainer, sources)
-    savings = trainer.savings()
-    publish(trainer, sources)
-    trainer.end()
-    return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
+    with claimed(output_dir):  # before anything of an earlier run is touched, and a model is loaded
+        if read_manifest(output_dir) is not None:
+            told = f"`{output_dir}` is a profile, whose files the run would replace. Give another `output_dir`."
+            raise RecipeError(told)
+        with user_errors():
+            checkpoint = starting_point(script_args, training_args)
+            trainer = build_trainer(script_args, training_args, model_args)
+        trainer.resume_command = "the same command with `--resume_from_checkpoint auto`"
+        trainer.generation_step.recorder.described["datasets"] = script_args.datasets
+        if trainer.summary is not None:
+            trainer.summary.ends_with_training = False
+        if before_training is not None:
+            before_training(trainer)
+        on_the_hub = [data.path for data in map(parse_reference, script_args.datasets) if not data.is_local]
+        sources = on_the_hub[0] if len(on_the_hub) == 1 else on_the_hub
+        with trainer.running():
+            trainer.train(resume_from_checkpoint=checkpoint)
+            with disk_errors(output_dir, output_dir, trainer.resume_command):
+                accuracy = evaluate_and_save(trainer, sources)
+        savings = trainer.savings()
+        publish(trainer, sources)
+        trainer.end()
+        return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
 
 
 def evaluate_and_save(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> dict[str, float | None]:
