@@ -20,6 +20,8 @@ from . import CHECKOUT, RecipeError, read_recipe, reported_errors, show_all_char
 LAUNCH_FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """Flags of `accelerate launch` that `lze-trl train` passes to it; all others are the recipe's."""
 
+_LOADING = "Loading libraries, model and data …\n"  # a sign of life before imports that take many seconds
+
 
 def main(arguments: Sequence[str] | None = None):
     """Entry point of the console command."""
@@ -210,30 +212,25 @@ def _forecast(namespace: argparse.Namespace, flags: list[str]):
         read_recipe(namespace.source)  # a wrong path is reported before the imports
         if namespace.reward is not None:
             raise RecipeError("`--reward` is for TRL's logs. A recipe has `pass_reward`.")
-        _say_that_it_loads()
-        from .train import forecast_recipe
+        sys.stderr.write(_LOADING)
+        from .train import idle_trainer
 
-        shown = forecast_recipe([namespace.source, *flags], namespace.num_prompts)
+        shown = idle_trainer([namespace.source, *flags]).forecast(namespace.num_prompts)
     sys.stdout.write(f"{shown}\n")
-
-
-def _say_that_it_loads():
-    """Show a sign of life before imports that take many seconds."""
-    sys.stderr.write("Loading libraries, model and data …\n")
-    sys.stderr.flush()
 
 
 def _profile(namespace: argparse.Namespace, flags: list[str]):
     """Roll out every prompt of a recipe's training set, and write the pass rate of each."""
     read_recipe(namespace.recipe)  # a wrong path is reported before the imports
-    _say_that_it_loads()
-    from .train import profile_recipe
+    sys.stderr.write(_LOADING)
+    from ..profile.rollout import profile
+    from .train import idle_trainer
 
     arguments = [namespace.recipe, *flags, "--output_dir", namespace.output]
     if namespace.server:
         arguments += ["--use_vllm", "true", "--vllm_mode", "http", "--vllm_server_urls", *namespace.server]
-    settings = {name: vars(namespace)[name] for name in ("num_completions", "keep")}
-    sys.stdout.write(f"{profile_recipe(arguments, **settings)}\n")
+    summary = profile(idle_trainer(arguments), Path(namespace.output), namespace.num_completions, namespace.keep)
+    sys.stdout.write(f"{summary}\n")
 
 
 def _eval(namespace: argparse.Namespace, flags: list[str]):

@@ -81,32 +81,15 @@ class EarlierRun(TrainerCallback):
                 )
 
 
-def _idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
-    """Build a trainer of a recipe and flags that will not train and reports nothing."""
+def idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
+    """Build a trainer of a recipe and flags that will not train and reports nothing, for a forecast or a profile."""
     setup_logging(is_main=True)
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
     training_args.report_to, training_args.summary = [], False
     # The constructor makes a repository for either
     training_args.push_to_hub = training_args.log_completions = False
-    with user_errors():
-        return LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
-
-
-def forecast_recipe(arguments: Sequence[str], num_prompts: int) -> Any:
-    """Make the [`~lze_trl.forecast.Forecast`] of a recipe and flags, without training or writing anything."""
-    trainer = _idle_trainer(arguments)
-    with user_errors():
-        return trainer.forecast(num_prompts)
-
-
-def profile_recipe(arguments: Sequence[str], **settings: Any) -> str:
-    """Profile the prompts of a recipe and flags into its `output_dir`, see [`~lze_trl.profile.rollout.profile`]. Returns the summary."""
-    from ..profile.rollout import profile
-
-    trainer = _idle_trainer(arguments)
-    with user_errors():
-        return profile(trainer, Path(trainer.args.output_dir), **settings)
+    return LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
 
 
 def trainer_arguments(

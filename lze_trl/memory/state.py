@@ -151,13 +151,7 @@ class PromptState:
         self.foresight.fit(history, sizes, rollouts.alive[complete], counts=represents[complete])
 
     def _fit_unseen(
-        self,
-        ids: np.ndarray,
-        size: int,
-        outcomes: np.ndarray,
-        alive: np.ndarray,
-        counts: np.ndarray,
-        seen: np.ndarray,
+        self, ids: np.ndarray, size: int, outcomes: np.ndarray, alive: np.ndarray, counts: np.ndarray, seen: np.ndarray
     ):
         """Let forecasts of new prompts learn, see [`Unseen.fit`]."""
         if self.unseen is not None and size > 1:

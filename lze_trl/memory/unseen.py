@@ -70,9 +70,8 @@ class Unseen:
         self.rates, self.calibration = OnlineRegression(1 + size), OnlineRegression(1)
         self._moments = np.zeros((3, size))  # number, sum and sum of squares of what was seen
         self._recent = np.array([0.5, 0.5, 1.0])  # decayed: outcomes, live groups, prompts; one prompt is made up
-        self._ranking = np.zeros(
-            2
-        )  # decayed: covariances of a batch's ranks with which groups were alive, and their variances by chance
+        # Decayed: covariances of a batch's ranks with which groups were alive, and their variances by chance
+        self._ranking = np.zeros(2)
         self._known: dict[int, np.ndarray] = {}
         self._metrics: dict[str, float] = {}
 
