@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -82,7 +83,7 @@ def prepare(
     has_planner = planner is not None or args.planner != "solved"
     window = _resolved_window(args, train_dataset, own_sampler)
     of_data = _of_data(args, train_dataset, given, controller, planner, has_planner, group_reward, own_sampler, window)
-    _refuse([*_of_settings(args), *of_data])
+    refuse_contradictions(args, of_data)
     pruning = _resolved_pruning(args, train_dataset, has_planner, own_sampler)
     if own_sampler and (args.self_play["instruct"] or controller.draws_prompts or pruning == "refill"):
         raise ValueError(
@@ -102,20 +103,15 @@ def refuse_unknown_metric(args: LZEGRPOConfig, reward_names: list[str]):
         )
 
 
-def refuse_contradictions(args: LZEGRPOConfig):
-    """Refuse settings that contradict each other whatever the data, before anything is loaded."""
-    _refuse(_of_settings(args))
-
-
 # ---- Contradictions ----
 
 Contradictions = list[tuple[Any, str]]
 """Each with whether it applies, and a sentence that says what to do."""
 
 
-def _refuse(contradictions: Contradictions):
-    """Raise a `ValueError` with the sentence of the first contradiction that applies."""
-    for applies, sentence in contradictions:
+def refuse_contradictions(args: LZEGRPOConfig, of_data: Iterable[tuple[Any, str]] = ()):
+    """Raise a `ValueError` with the sentence of the first contradiction that applies: in the settings whatever the data, then those `of_data`."""
+    for applies, sentence in (*_of_settings(args), *of_data):
         if applies:
             raise ValueError(sentence)
 

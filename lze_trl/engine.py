@@ -296,9 +296,8 @@ class TRLAdapter:
             if self._parses_responses or template is None:
                 return rows  # TRL takes the thinking out of the content; without a template, a `rollout_func` makes the prompts
             settings = {"chat_template": template, "tools": trainer.tools or None, **trainer.chat_template_kwargs}
-            render = partial(
-                self.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True, **settings
-            )
+            settings |= {"tokenize": False, "add_generation_prompt": True}
+            render = partial(self.tokenizer.apply_chat_template, **settings)
             rendered = [text for prompt, group in groupby(prompts) for text in [render(prompt)] * len([*group])]
         prefixes = [thinking_prefix(prompt) for prompt in rendered]
         if not any(prefixes):
@@ -826,11 +825,6 @@ class TRLAdapter:
         trainer = self._trainer
         trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, generation, -1
 
-    def on_all_processes(self, holds: bool) -> bool:
-        """Tell whether something holds on all processes; all of them must call this."""
-        accelerator = self._trainer.accelerator
-        return bool(accelerator.gather(torch.tensor([holds], device=accelerator.device)).all())
-
     def training_ended(self):
         """Mark that no training is under way: transformers leaves the mark set after an exception."""
         self._trainer.is_in_train = False
@@ -854,16 +848,9 @@ def _as_generated(held: dict[str, Any]) -> Generated:
         if (column := columns[name]) is not None:
             pairs = zip(column, completion_ids, strict=True)
             columns[name] = [[missing] * len(ids) if values is None else values for values, ids in pairs]
-    return Generated(
-        prompt_ids=held["prompt_ids"],
-        completion_ids=completion_ids,
-        loss_mask=columns["loss_mask"],
-        completions=[None] * count,
-        logprobs=columns["logprobs"],
-        fields={},
-        images=columns["images"],
-        tool_images=[images or [] for images in columns["tool_images"] or [[]] * count],
-    )
+    columns["tool_images"] = [images or [] for images in columns["tool_images"] or [[]] * count]
+    columns |= {"prompt_ids": held["prompt_ids"], "completion_ids": completion_ids}
+    return Generated(completions=[None] * count, fields={}, **columns)
 
 
 def _new_log_table(size: int) -> dict[str, Any]:

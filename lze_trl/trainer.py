@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather
+from accelerate.utils import broadcast_object_list, gather, gather_object
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.integrations import TrackioCallback
@@ -184,10 +184,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             args, train_dataset, funcs, given, planner, controller, own_sampler, selector
         )
         kwargs["eval_dataset"] = checks.with_prompts_checked(kwargs.get("eval_dataset"), "evaluation set", given)
-        callables = [
-            reader(func, lambda readings: None, list, True) if isinstance(func, GroupReward) else func
-            for func in funcs
-        ]
+        callables = [reader(func, lambda readings: None, list, True) for func in funcs]
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)
         if isinstance(model, str):
@@ -425,14 +422,10 @@ class LZEGRPOTrainer(GRPOTrainer):
             rows = zip(answers.truncated, answers.reasons(environments), strict=True)
             return [cut for cut, reason in rows if reason is None]
 
-        funcs = [
-            reader(func, partial(note_readings, i), truncated, self.model.training)
-            if isinstance(func, GroupReward)
-            else func
-            for i, func in enumerate(self.reward_funcs)
-        ]
-        names = self.reward_func_names
-        funcs = [checked(func, name, notes, answers.reasons) for func, name in zip(funcs, names, strict=True)]
+        funcs = []
+        for i, (func, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
+            read = reader(func, partial(note_readings, i), truncated, self.model.training)
+            funcs.append(checked(read, name, notes, answers.reasons))
         with patched_copy(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
         if environments is not None or self.args.over_http:  # whatever a reward model makes of failed completions
@@ -456,7 +449,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _last_loaded_step(self) -> int:
         # Differs from TRL: vLLM has to load the weights if anything has changed them: a step, a callback, the best checkpoint
         current = self.weights_in_vllm is not None and self.weights_in_vllm == fingerprint(self.model)
-        return self.state.global_step if TRLAdapter(self).on_all_processes(current) else -1
+        return self.state.global_step if all(gather_object([current])) else -1
 
     @_last_loaded_step.setter
     def _last_loaded_step(self, step: int):

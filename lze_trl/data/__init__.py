@@ -4,5 +4,4 @@ from .prompts import PromptStyle, load_mixture, load_prompts
 from .sources import DataError, Reference, parse_reference
 
 
-__all__ = ["DataError", "PromptStyle", "Reference"]
-__all__ += ["load_mixture", "load_prompts", "parse_reference"]
+__all__ = ["DataError", "PromptStyle", "Reference", "load_mixture", "load_prompts", "parse_reference"]

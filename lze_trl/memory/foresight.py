@@ -6,7 +6,7 @@ import numpy as np
 
 from ..batch import Table
 from .posterior import beta_parameters, dead_probability
-from .regression import MAX_LOGIT, OnlineRegression, bounded_logprob
+from .regression import OnlineRegression, bounded_logprob, log_odds
 
 
 NUM_FEATURES = 20  # F, see [`features`]
@@ -93,6 +93,5 @@ class Foresight:
 def _examples(history: History, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the bounded log-odds of "alive" by the posterior, and the features."""
     dead = dead_probability(*beta_parameters(history.pass_rates, history.strength), sizes)
-    with np.errstate(divide="ignore"):
-        posterior = np.clip(np.log1p(-dead) - np.log(dead), -MAX_LOGIT, MAX_LOGIT)
+    posterior = -log_odds(dead)
     return posterior, features(history, posterior)

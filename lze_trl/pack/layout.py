@@ -117,9 +117,8 @@ def pack(
         tokens = prompt_tokens[rows] + completion_tokens[rows]
         rows = rows[np.lexsort((turn[rows], -completion_tokens[rows], -tokens))]
         starts = np.arange(0, len(rows), geometry.num_processes)
-        prompts, completions = (
-            np.maximum.reduceat(of_rows[rows], starts) for of_rows in (prompt_tokens, completion_tokens)
-        )
+        prompts = np.maximum.reduceat(prompt_tokens[rows], starts)
+        completions = np.maximum.reduceat(completion_tokens[rows], starts)
         fewest = -(-len(starts) // geometry.micro_batch_rows)
         if geometry.max_tokens is not None:
             fewest = fewest_runs(prompts, completions, capacity)

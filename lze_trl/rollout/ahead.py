@@ -54,9 +54,7 @@ class LookAhead:
         # What the controller would see if nothing else came
         order = np.argsort(self._columns["group"], kind="stable")
         columns = {name: column[order] for name, column in self._columns.items()}
-        score_range = copy.copy(self.rounds.state.range)
-        score_range.observe(columns["scores"])
-        columns["outcomes"] = score_range.outcomes(columns["scores"])
+        columns["outcomes"] = self.rounds.outcomes(columns["scores"], final=False)
         no_lengths = dict.fromkeys(("prompt_tokens", "completion_tokens"), np.zeros(len(order), dtype=np.int64))
         drawn = Batch.of(self.prompt_ids, **columns, **no_lengths)
         known, rng = self.rounds.known_prompts(self.pending, drawn), copy.deepcopy(self.rng)

@@ -49,9 +49,11 @@ class GroupReward(Protocol):
 
 
 def reader(
-    reward: GroupReward, notes: Callable[[list[Any]], None], truncated: Callable[[], list[bool]], training: bool
-) -> Callable:
-    """Return a function that TRL calls for a group reward: its readings go to `notes`, and rewards come later."""
+    reward: Any, notes: Callable[[list[Any]], None], truncated: Callable[[], list[bool]], training: bool
+) -> Any:
+    """Return a function that TRL calls for a group reward, else the `reward` itself. Readings go to `notes`, and rewards come later."""
+    if not isinstance(reward, GroupReward):
+        return reward
 
     def placeholder(
         prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], log_extra: Callable, **kwargs: Any

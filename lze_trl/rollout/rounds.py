@@ -303,7 +303,7 @@ class Rounds:
         of_groups, metrics = score_all()
         per_func = with_columns(torch.from_numpy(batch.rewards_per_func), of_groups)
         scored = self.score(per_func, weights, self.args.num_generations, list(of_groups))
-        outcomes = self._outcomes(scored["scores"], final)
+        outcomes = self.outcomes(scored["scores"], final)
         batch = batch.with_rows(rewards_per_func=per_func.numpy(), outcomes=outcomes, **scored)
         if final:
             for name, value in metrics.items():
@@ -311,11 +311,13 @@ class Rounds:
             batch.held = {name: values for name, values in batch.held.items() if not name.startswith(READINGS)}
         elif not self.controller.fills_update:
             of_groups, _ = score_all(final=False)
-            so_far = _signals_so_far(with_columns(per_func, of_groups), weights, list(of_groups))
-            batch = batch.with_rows(signals=so_far)
+            so_far = with_columns(per_func, of_groups)
+            totals = total_rewards(so_far, weights)  # as if groups had completions enough
+            totals[without_reward(so_far, weights, list(of_groups))] = torch.nan
+            batch = batch.with_rows(signals=totals.double().numpy())
         return batch
 
-    def _outcomes(self, scores: np.ndarray, final: bool) -> np.ndarray:
+    def outcomes(self, scores: np.ndarray, final: bool) -> np.ndarray:
         """Scale the scores of a batch by the range that includes them; unless they are `final`, the range of the run stays as it was."""
         if final:
             self._update_range(scores)
@@ -415,13 +417,6 @@ class Rounds:
             "their time in another way (math-verify: `parsing_timeout=None`, `timeout_seconds=None`), or set `overlap='none'`.",
             *(" ".join(getattr(error, "__notes__", ())), type(error).__name__, error),
         )
-
-
-def _signals_so_far(rewards: torch.Tensor, weights: torch.Tensor, of_groups: Sequence[int]) -> np.ndarray:
-    """Return the total rewards, shape `(B,)`, of groups that may still grow, as if they had completions enough."""
-    totals = total_rewards(rewards, weights)
-    totals[without_reward(rewards, weights, of_groups)] = torch.nan
-    return totals.double().numpy()
 
 
 def gathered_columns(numbers: dict[str, np.ndarray], accelerator: Accelerator) -> dict[str, np.ndarray]:
