@@ -20,7 +20,7 @@ from .names import label
 from .record import Meta, MissingTelemetryError, open_run
 from .record.cards import cards
 from .record.curves import held_out_curves
-from .record.evaluations import FILE, first_and_last, read_results, table_of
+from .record.evaluations import FILE, read_results, results_table
 from .record.evaluations import FOLDER as EVALUATIONS
 from .record.schema import DIRECTORY, SQL_TYPES, Status
 from .record.writer import list_parts, write_part
@@ -159,17 +159,14 @@ def model_card_section(run_dir: str | Path) -> str:
     if settings.get("selector") in ("all", "zero_variance"):
         settings.pop("selection_ratio", None)  # these selectors ignore it
     prompts = summary["prompts"]
-    shown = "\n".join(
-        f"| `{name}` | `{settings[name]}` |" for name in _SHOWN_SETTINGS if settings.get(name) is not None
-    )
-    evaluations = first_and_last(read_results(run_dir))
+    known = {name: settings[name] for name in _SHOWN_SETTINGS if settings.get(name) is not None}
+    shown = "\n".join(f"| `{name}` | `{value}` |" for name, value in known.items())
     evaluated = ""
-    if evaluations:
-        evaluated = f"\n\n### Evaluations\n\n```text\n{table_of(evaluations).to_string(index=False)}\n```"
+    if len(evaluations := results_table(run_dir)):
+        evaluated = f"\n\n### Evaluations\n\n```text\n{evaluations.to_string(index=False)}\n```"
     for name, values in held_out.items():
-        shown_values = " → ".join(
-            f"{values[step]:.3f} at step {step}" for step in dict.fromkeys(values.index[[0, -1]])
-        )
+        steps = dict.fromkeys(values.index[[0, -1]])
+        shown_values = " → ".join(f"{values[step]:.3f} at step {step}" for step in steps)
         learned += f"\n{name.capitalize()} (`{values.name}`, sampled as in training): {shown_values}.\n"
     way = f"with data selection by `strategy: {settings.get('strategy')}`"
     if settings.get("selector") == "energy":

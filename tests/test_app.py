@@ -247,12 +247,8 @@ def test_prompts_that_cost_without_a_pass(tmp_path):
     run = record_run(tmp_path, records, Meta({"num_generations": 4}, ["right"]))
     # The first passed at its first visit, and has failed twice since
     (row,) = curves.stuck_prompts(run).to_dict("records")
-    assert (row["prompt_id"], row["visits"], row["completions"], row["step"]) == (
-        records[0].prompts["prompt_id"][1],
-        3,
-        12,
-        1,
-    )
+    assert row["prompt_id"] == records[0].prompts["prompt_id"][1]
+    assert (row["visits"], row["completions"], row["step"]) == (3, 12, 1)
     tokens = run.groups().groupby("prompt_id").completion_tokens.sum()
     assert row["share"] == row["all_share"] == pytest.approx(tokens[row["prompt_id"]] / tokens.sum())
     told = "1 prompt had no pass in their latest 3 visits or more: 3 visits, 12 completions"

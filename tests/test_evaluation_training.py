@@ -15,7 +15,7 @@ from lze_trl.app.views import evaluations
 from lze_trl.evaluation.run import read_samples
 from lze_trl.job.cli import main
 from lze_trl.job.parts import make_evaluation, make_instruction
-from lze_trl.job.recipe import RecipeError, parse_recipe
+from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record import open_run
 from lze_trl.record.evaluations import read_results
@@ -106,13 +106,6 @@ def test_a_resumed_run_keeps_its_evaluations_and_a_new_one_does_not(job, tmp_pat
     train(job(max_steps=1, resume_from_checkpoint="false", eval_tasks=[]))
     assert [path.name for path in folder.iterdir()] == ["step-foo"]
     assert "## Evaluations" not in (tmp_path / "run" / "README.md").read_text()
-
-
-def test_wrong_settings_are_refused_before_training(job):
-    with pytest.raises(RecipeError, match="`eval_tasks_steps` must be at least 1, got 0"):
-        parse_recipe(["--config", job(eval_tasks_steps=0)])
-    with pytest.raises(RecipeError, match="Unknown task 'gsm8'"):
-        train(job(eval_tasks=["gsm8"]))
 
 
 @pytest.mark.slow

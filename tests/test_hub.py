@@ -197,7 +197,8 @@ def test_directories_need_no_hub(run_dir):
         remote.resolve("no/such/folder")
 
 
-def test_model_card_tells_about_the_run(run_dir):
+def test_model_card_tells_about_the_run_and_needs_no_app(run_dir, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)  # as where Gradio is missing
     card = run_dir / "README.md"
     card.write_text("---\nlibrary_name: transformers\n---\n\n# Model card\n", encoding="utf-8")
     hub.extend_model_card(run_dir)
@@ -206,13 +207,6 @@ def test_model_card_tells_about_the_run(run_dir):
     assert "## Trained where it learns" in text and "GRPO on the groups with the most Learn" in text
     for words in ("| `selection_ratio` | `0.4` |", "updates 0.", "\n- wasted: "):
         assert words in text
-
-
-def test_a_model_card_needs_no_app(run_dir, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lze_trl.app.report", None)  # as where Gradio is missing
-    hub.extend_model_card(run_dir)
-    text = (run_dir / "README.md").read_text(encoding="utf-8")
-    assert "## Trained where it learns\n" in text
 
 
 def test_model_card_without_telemetry_stays_as_it_is(tmp_path, caplog):

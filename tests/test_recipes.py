@@ -135,6 +135,7 @@ def test_what_libraries_take_is_taken(tmp_path, text, becomes):
         ("seed: null", "", r"`seed` must be a whole number, got None"),
         ("generation_batch_size: 12\nper_device_train_batch_size: 8", "", r"must be divisible"),
         ("max_train_samples: 0", "", r"`max_train_samples` must be at least 1, got 0"),
+        ("eval_tasks_steps: 0", "", r"`eval_tasks_steps` must be at least 1, got 0"),
         ("conversational: false\nsystem_prompt: Think.", "", r"`system_prompt='Think\.'` needs a chat"),
         ("seed: 1", "--selector enery", r"--selector: invalid choice: 'enery' \(choose from .*energy"),
         ("seed: 1", "--config recipes/demo/lzee.yaml", r"no recipe `recipes/demo/lzee\.yaml`\. Did you mean `recipes"),

@@ -166,9 +166,8 @@ class _Page:
         self.controls = {name: getattr(self, name) for name in names.split()}
         controls = list(self.controls.values())
         chosen = {*controls, self.live, self.ask, self.forecast} - {self.first, self.visit, self.metrics}
-        shown = [
-            part for part in vars(self).values() if isinstance(part, gr.components.Component) and part not in chosen
-        ]
+        components = [part for part in vars(self).values() if isinstance(part, gr.components.Component)]
+        shown = [part for part in components if part not in chosen]
         # One after the other: the answer to an earlier question never replaces that to a later one
         quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_id": "page"}
         show: dict[str, Any] = {"fn": self._show, "inputs": controls, "outputs": shown, **quiet}
@@ -376,7 +375,7 @@ class _Page:
         }
 
     def _show_runs(self, given: dict[str, Any]) -> dict[Any, Any]:
-        runs, problems, order = {}, [], given["orders"].get("runs", "")
+        runs, problems, order = {}, [], given["orders"].get("runs", "-started")
         for id in self.book.ids if given["tab"] == "Runs" else given["runs"]:
             try:
                 runs[id] = self.book.open(id)
@@ -386,10 +385,8 @@ class _Page:
                 runs.pop(id, None)
         changes: dict[Any, Any] = {self.standing: views.HTML.heading(given["tab"], " ".join(problems))}
         if given["tab"] == "Runs":
-            table = views.run_table(runs, given["words"], order or "-started")
-            return changes | {
-                self.run_table: views.runs_table(table, order or "-started", given["run"], given["runs"])
-            }
+            table = views.run_table(runs, given["words"], order)
+            return changes | {self.run_table: views.runs_table(table, order, given["run"], given["runs"])}
         logged = {name for run in runs.values() for name in run.sql("SELECT DISTINCT name FROM steps")["name"]}
         tasks = {name for run in runs.values() for name in evaluated(run)}
         figures = [charts.comparison(runs, given["axis"], name, given["smoothing"]) for name in given["metrics"]]

@@ -19,7 +19,7 @@ from ..record import Run, curves
 from ..record.cards import cards as cards_of
 from ..record.causes import CAUSES
 from ..record.curves import HELD_OUT, curve
-from ..record.evaluations import RESULT_FILES, first_and_last, read_results, table_of
+from ..record.evaluations import RESULT_FILES, results_table
 from ..record.ledger import against_plain
 from ..record.numbers import ago, fixed, number, percent
 from ..record.schema import Status
@@ -63,7 +63,7 @@ _environment = Environment(
 )
 _environment.filters |= {"number": number, "percent": percent, "ago": ago}
 _environment.filters["code"] = lambda text: Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
-_environment.globals |= {"zip": zip, "meanings": MEANINGS}
+_environment.globals |= {"zip": zip, "meanings": MEANINGS, "passes": curves.PASSES}
 
 HTML: Any = _environment.get_template("pages.html").module
 """The macros of `pages.html`, as functions that return `Markup`. They escape every value."""
@@ -91,7 +91,7 @@ def _targets(run: Run, advice: str) -> dict[str, dict[str, str]]:
 
 def evaluations(run: Run) -> Markup:
     """Tabulate the first and the last evaluation of the run; empty without one."""
-    found = table("evaluations", table_of(first_and_last(read_results(run.directory.parent))))
+    found = table("evaluations", results_table(run.directory.parent))
     return HTML.section("Evaluations", found) if found else found
 
 
@@ -103,9 +103,8 @@ def by_value(run: Run, figures: Callable[[Run, str, list[str]], list[Any]] = lam
     for column, rows in curves.value_tables(run).items():
         charts = [place.format(figure.to_json()) for figure in figures(run, column, rows["value"].tolist())]
         rows.index = pd.Index(f"{column}=" + rows["value"], name="search")
-        shown += HTML.section(
-            f"By {column}", table(f"by-{column}", rows, forms=forms) + grid.format(Markup().join(charts))
-        )
+        listed = table(f"by-{column}", rows, forms=forms)
+        shown += HTML.section(f"By {column}", listed + grid.format(Markup().join(charts)))
     return shown
 
 
@@ -170,9 +169,8 @@ def settings(run: Run, search: str = "") -> Markup:
     """Tabulate the settings that have every word of `search`, by topic; without a search, also what the run was made of and what is no default."""
     known, own = run.meta.known, run.meta.settings
     topics = list(dict.fromkeys(topic for topic, _ in known.values()))[::-1]  # those of this package first
-    names = sorted(
-        own.keys() & known.keys(), key=lambda n: (n != "strategy", topics.index(known[n][0]), [*known].index(n))
-    )
+    names = [name for name in known if name in own]
+    names.sort(key=lambda name: (name != "strategy", topics.index(known[name][0])))
     names += sorted(own.keys() - known.keys())
     usual = {name: known.get(name, [known.get(name.partition(".")[0], [""])[0], None]) for name in names}
     rows = [[name, _shown(own[name]), _shown(usual[name][1]), usual[name][0]] for name in names]
@@ -401,9 +399,7 @@ def completions(run: Run, prompt_id: int, generation: int | None = None) -> Mark
         same = row["completion"], str(row["rewards"]), row["completion_tokens"]
         rows.setdefault(same, row | {"turns": turns(row["completion"]), "times": 0})["times"] += 1
     latest = run.sql("SELECT max(step) AS step FROM groups WHERE prompt_id = ?", [prompt_id])["step"].iloc[0]
-    return HTML.completions(
-        list(rows.values()), run.meta, latest, curves.outcome_name(run) == curves.GRADED, curves.PASSES
-    )
+    return HTML.completions(list(rows.values()), run.meta, latest, curves.outcome_name(run) == curves.GRADED)
 
 
 def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
@@ -417,7 +413,7 @@ def best_and_worst(run: Run, order: str, count: int = 5) -> Markup:
         [count],
     )
     rows = [row | {"turns": turns(row["completion"]), "times": 1} for row in found.to_dict("records")]
-    return HTML.completions(rows, run.meta, None, curves.outcome_name(run) == curves.GRADED, curves.PASSES)
+    return HTML.completions(rows, run.meta, None, curves.outcome_name(run) == curves.GRADED)
 
 
 def stuck(run: Run) -> Markup:

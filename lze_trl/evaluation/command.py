@@ -57,11 +57,7 @@ def _evaluation(flags: argparse.Namespace) -> Evaluation:
     sampling = {"temperature": 1.0} if flags.samples > 1 else {}
     length: dict[str, Any] = {"max_tokens": None} if flags.server else {}
     decoding = Decoding(**length | sampling | decoding_flags(flags))
-    try:
-        reward = get_reward(flags.reward)
-    except ValueError as error:
-        raise EvaluationError(str(error)) from error
-    if not callable(reward):
+    if not callable(reward := get_reward(flags.reward)):
         raise EvaluationError(
             f"The reward {flags.reward!r} judges groups, not completions. Use 'accuracy': with `--samples` above 1, the majority is "
             "among the results, as maj@k."

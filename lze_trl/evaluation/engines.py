@@ -202,10 +202,7 @@ class ServerEngine:
         cls, urls: list[str], max_concurrent_requests: int = 64, recovery_timeout: float = 60.0
     ) -> "ServerEngine":
         """Wait until all servers are up, and check that they serve the same model."""
-        try:
-            pool = ServerPool(urls, max_concurrent_requests, 1800.0, recovery_timeout)
-        except ValueError as error:
-            raise EvaluationError(str(error)) from error
+        pool = ServerPool(urls, max_concurrent_requests, 1800.0, recovery_timeout)
         pool.connect(recovery_timeout)
         served = {server.url: server.model for server in pool.servers}
         if len(set(served.values())) > 1:

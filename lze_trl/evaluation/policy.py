@@ -15,10 +15,7 @@ from .engines import Answered, Sampler, SampleRequest, ServerEngine, Transformer
 from .settings import Decoding
 
 
-OpenSampler = Callable[[], AbstractContextManager[Sampler | None]]
-
-
-def engine_of(trainer: GRPOTrainer) -> OpenSampler:
+def engine_of(trainer: GRPOTrainer) -> Callable[[], AbstractContextManager[Sampler | None]]:
     """
     Return a function that opens an engine with a trainer's current weights: the trainer's vLLM servers if it generates with these over
     HTTP, else the model in its processes. All processes must open it. The main one gets the engine; the others take part, and get `None`.

@@ -311,9 +311,8 @@ class Advice:
         """Continue from a checkpoint; of a run with other rewards, begin anew."""
         names = state.get("names", [])
         same = sum(name.startswith("low.") for name in names) == len(self.reward_names)
-        self._recent = deque(
-            [dict(zip(names, row, strict=True)) for row in state["recent"].tolist() if same], PATIENCE
-        )
+        rows = state["recent"].tolist() if same else []
+        self._recent = deque([dict(zip(names, row, strict=True)) for row in rows], PATIENCE)
 
 
 def dead_at(rate: float, size: int) -> float:

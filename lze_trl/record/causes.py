@@ -17,7 +17,6 @@ CAUSES = {
 }
 """Causes, in the order in which they are looked for, and what they say of the completions of a group."""
 
-
 _TOLD_BY_ONE = ("unscored", "solved", "cut_off", "hopeless")  # causes that a single completion can tell
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from .cards import cards, saved
 from .curves import value_tables
-from .evaluations import first_and_last, read_results, table_of
+from .evaluations import results_table
 from .numbers import PACED, fixed, pace
 from .reader import open_run
 from .schema import TelemetryError
@@ -72,11 +72,8 @@ class RunSummary(TrainerCallback):
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs: Any):
         others = [(metric, name, "{:.3f}".format) for metric, name in self.held_out.items() if metric != "eval_reward"]
         shown = (_SHOWN[0], *others, *_SHOWN[1:])
-        logged = {
-            name: float(value)
-            for name, value in (logs or {}).items()
-            if isinstance(value, Real) and name not in self.without
-        }
+        numbers = {name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)}
+        logged = {name: number for name, number in numbers.items() if name not in self.without}
         known = [f"{label} {form(logged[name])}" for name, label, form in shown if name in logged]
         if logged.keys() & {"reward", "eval_reward"} and state.is_world_process_zero:  # the last log has only totals
             if "loss" in logged:
@@ -124,8 +121,8 @@ class RunSummary(TrainerCallback):
                 shown = ", ".join(f"{value:.3f} {when} the training" for when, value in known.items())
                 lines += [f"{name.capitalize()} (sampled): {shown}"] if shown else []
         lines += [f"advice: {line}" for line in self.advice(True).values()]
-        if evaluations := first_and_last(read_results(args.output_dir)):
-            lines += ["Evaluations", f"{table_of(evaluations).to_string(index=False)}\n"]
+        if len(evaluations := results_table(args.output_dir)):
+            lines += ["Evaluations", f"{evaluations.to_string(index=False)}\n"]
         lines += by_value
         lines += [f"{label + ':':<11}{path}" for label, path in files.items()]
         _write("\n".join(["", *lines]))

@@ -43,11 +43,12 @@ def _warn_once(path: Path, problem: str):
     logger.warning("`%s` holds no results of an evaluation, and is left out: %s", path, problem)
 
 
-def first_and_last(evaluations: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Leave out the evaluations between the first and the last of a training."""
+def results_table(run_dir: str | Path) -> pd.DataFrame:
+    """Tabulate the evaluations of a run as [`table_of`] does, without those between the first and the last of its training."""
+    evaluations = read_results(run_dir)
     kinds = [[name for name in evaluations if name.startswith(kind)] for kind in ("step-", "probe-")]
     between = {name for names in kinds for name in names[1:-1]}
-    return {name: results for name, results in evaluations.items() if name not in between}
+    return table_of({name: results for name, results in evaluations.items() if name not in between})
 
 
 def task_curves(run_dir: str | Path) -> dict[str, pd.Series]:

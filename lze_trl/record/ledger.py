@@ -83,8 +83,7 @@ class Ledger:
         """Add the seconds of the block to a kind of work: `"rollout"`, `"logprob"`, `"update"` or `"selection"`."""
         begin = time.perf_counter()
         yield
-        name = f"{kind}_seconds"
-        setattr(self, name, getattr(self, name) + time.perf_counter() - begin)
+        vars(self)[f"{kind}_seconds"] += time.perf_counter() - begin
 
     def add(self, plain_rows: int, drawn: Batch | None = None, chosen: np.ndarray | None = None):
         """

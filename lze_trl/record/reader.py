@@ -181,9 +181,8 @@ class Run:
 
     def groups(self, prompt_id: int | None = None) -> pd.DataFrame:
         """Return every group of every generation batch, or those of one prompt: its history."""
-        return self.sql(
-            "SELECT * FROM groups WHERE prompt_id = coalesce(?, prompt_id) ORDER BY generation, prompt_id", [prompt_id]
-        )
+        query = "SELECT * FROM groups WHERE prompt_id = coalesce(?, prompt_id) ORDER BY generation, prompt_id"
+        return self.sql(query, [prompt_id])
 
     def generations(self) -> pd.DataFrame:
         """Return one row per generation batch: shares, means and the cumulative ledger."""
@@ -261,10 +260,8 @@ class Run:
         (`updated`), and `seconds_left` at the [`~lze_trl.record.numbers.pace`] of the latest steps; `None` for what is not known.
         """
         status = Status.read(self.directory)
-        latest = self.sql(
-            "SELECT step, max(time) AS time FROM generations GROUP BY step ORDER BY step DESC LIMIT ?", [PACED]
-        )
-        seen = list(zip(latest["step"].tolist(), latest["time"].tolist(), strict=True))[::-1]
+        query = "SELECT step, max(time) AS time FROM generations GROUP BY step ORDER BY step DESC LIMIT ?"
+        seen = [(row["step"], row["time"]) for row in reversed(self.arrow(query, [PACED]).to_pylist())]
         begun, updated = seen[-1] if seen else (0, None)
         each, left = pace(seen), None
         if status.state == "running" and status.max_steps and each is not None and updated is not None:

@@ -177,11 +177,9 @@ def _thumbnails(row: dict[str, Any]) -> str:
     """Make small copies of the images of a dataset row, as a JSON list of data URLs."""
     one = row.get("image")
     images = [image for image in [*(row.get("images") or ()), one] if hasattr(image, "thumbnail")]  # of Pillow
-    return json.dumps([_data_url(image.copy()) for image in images[:_SHOWN_IMAGES]])
-
-
-def _data_url(image: Any) -> str:
-    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-    file = BytesIO()
-    image.convert("RGB").save(file, "PNG")
-    return f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+    urls = []
+    for image in images[:_SHOWN_IMAGES]:
+        (small := image.copy()).thumbnail((_THUMBNAIL, _THUMBNAIL))
+        small.convert("RGB").save(file := BytesIO(), "PNG")
+        urls.append(f"data:image/png;base64,{b64encode(file.getvalue()).decode()}")
+    return json.dumps(urls)

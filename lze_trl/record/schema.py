@@ -39,9 +39,7 @@ _TABLES = {
         ledger MAP(VARCHAR,DOUBLE)""",
     "steps": "step INTEGER, generation INTEGER, time DOUBLE, name VARCHAR, value DOUBLE",
 }
-SQL_TYPES = {
-    table: dict(column.split() for column in re.split(r",\s+", columns)) for table, columns in _TABLES.items()
-}
+SQL_TYPES = {table: dict(map(str.split, re.split(r",\s+", columns))) for table, columns in _TABLES.items()}
 """
 SQL type of every known column of every table, in the order in which the tables are written. Listed in the reverse order, a
 generation never appears without its groups and prompts.

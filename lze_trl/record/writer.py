@@ -34,8 +34,7 @@ def list_parts(folder: Path) -> list[Path]:
 def write_part(path: Path, rows: pa.Table):
     """Write one file of a table atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    pq.write_table(rows, buffer, compression="zstd")
+    pq.write_table(rows, buffer := io.BytesIO(), compression="zstd")
     write_atomically(path, buffer.getvalue())
 
 
@@ -59,8 +58,7 @@ class TelemetryWriter:
             if resumed_generation is None:
                 raise MissingTelemetryError
             Meta.read(self.directory)
-            _remove_rows(self.directory, resumed_generation)
-            self._known = _prompt_ids(self.directory)
+            self._known = _continued(self.directory, resumed_generation)
         except (TelemetryError, OSError, ValueError):  # of another run or version, or damaged
             _move_aside(self.directory)
             self._known = set()
@@ -165,14 +163,6 @@ class TelemetryWriter:
                 del waiting[:count]
 
 
-def _prompt_ids(directory: Path) -> set[int]:
-    """Return the prompts whose text is recorded. Raises `ValueError` if a file of any table is damaged."""
-    for path in (path for table in SQL_TYPES for path in list_parts(directory / table)):
-        pq.read_metadata(path)
-    parts = list_parts(directory / "prompts")
-    return set(ds.dataset(parts).to_table(["prompt_id"])["prompt_id"].to_pylist()) if parts else set()
-
-
 def _move_aside(directory: Path):
     """Rename the folder of another run, whose rows are none of this run's."""
     if not directory.is_dir() or not any(directory.iterdir()):
@@ -181,9 +171,14 @@ def _move_aside(directory: Path):
     logger.warning("`%s` held telemetry that this run cannot continue, which is now `%s`.", directory, aside)
 
 
-def _remove_rows(directory: Path, generation: int):
-    """Remove the rows from a generation batch on; nothing, if one file of them cannot be read."""
+def _continued(directory: Path, generation: int) -> set[int]:
+    """
+    Remove the rows from a generation batch on, and return the prompts whose text is recorded. If a file of any table is damaged, raises a
+    `ValueError` and removes nothing.
+    """
     parts = [path for table in SQL_TYPES for path in list_parts(directory / table)]
+    for path in parts:
+        pq.read_metadata(path)
     later = [path for path in parts if int(path.name.partition("-")[0]) >= generation]
     # Every checkpoint flushes, so that whole files go, unless the disk was full then
     kept = {path: ds.dataset(path).to_table(filter=ds.field("generation") < generation) for path in later}
@@ -191,3 +186,5 @@ def _remove_rows(directory: Path, generation: int):
         if len(rows):
             write_part(path.with_name(f"{generation - 1:08d}-{path.name.partition('-')[2]}"), rows)
         path.unlink()
+    texts = list_parts(directory / "prompts")
+    return set(ds.dataset(texts).to_table(["prompt_id"])["prompt_id"].to_pylist()) if texts else set()
