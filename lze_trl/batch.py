@@ -205,13 +205,10 @@ class Batch:
         held = [len(next(iter(part.held.values()), ())) for part in parts]  # as many on every process
         rows = {name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0].rows)}
         rows["place"] = rows["place"] + np.repeat(np.cumsum(held) - held, sizes)
-        names = dict.fromkeys(name for part in parts for name in part.held)
-        columns = {
-            name: [
-                value for part, count in zip(parts, held, strict=True) for value in part.held.get(name, [None] * count)
-            ]
-            for name in names
-        }
+        columns: dict[str, list] = {name: [] for part in parts for name in part.held}
+        for part, count in zip(parts, held, strict=True):
+            for name, values in columns.items():
+                values += part.held.get(name, [None] * count)
         joined = Batch(prompts, Table(**rows), columns)
         return joined.take(np.argsort(joined.group, kind="stable"))
 

@@ -134,10 +134,6 @@ def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
     return loaded[split]
 
 
-def _text(cell: str) -> str | None:
-    return cell or None
-
-
 def _load(reference: Reference, text_columns: Iterable[str]) -> list[Any]:
     path, kind = Path(reference.path), format_of(reference.path)
     options: dict[str, Any] = {"split": reference.split}
@@ -151,7 +147,7 @@ def _load(reference: Reference, text_columns: Iterable[str]) -> list[Any]:
         options |= {"data_files": {split if split in ("train", "test", "validation") else "train": reference.path}}
         if kind == "csv":
             names = {change(name) for name in text_columns for change in (str, str.lower, str.upper, str.capitalize)}
-            options |= {**_AS_WRITTEN, "converters": dict.fromkeys(sorted(names), _text)}
+            options |= {**_AS_WRITTEN, "converters": dict.fromkeys(sorted(names), lambda cell: cell or None)}
         try:
             return [datasets.load_dataset(kind, **options)]
         except (DatasetGenerationError, CastError):
