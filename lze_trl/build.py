@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from datasets import Dataset, IterableDataset, concatenate_datasets
+from trl.distributed import DistributedBackend
 
 from .config import LZEGRPOConfig
 from .memory.identity import add_prompt_ids
@@ -23,10 +23,8 @@ FURTHER_PLACEHOLDERS = 16
 
 def make_geometry(args: LZEGRPOConfig, accelerator: Accelerator) -> Geometry:
     """Describe the shape of the update. The cost of a micro-step depends on how weights are sharded."""
-    deepspeed, processes = accelerator.state.deepspeed_plugin, accelerator.num_processes
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if deepspeed is not None:
-        sharded = deepspeed.zero_stage == 3
+    backend, processes = DistributedBackend(accelerator), accelerator.num_processes
+    sharded = backend.is_zero3 or backend.is_fsdp
     return Geometry(
         num_processes=processes,
         steps_per_generation=args.steps_per_generation,
