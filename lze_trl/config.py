@@ -306,7 +306,7 @@ class LZEGRPOConfig(GRPOConfig):
         hints = get_type_hints(type(self))
         for own in fields(self):
             if own.name not in SETTING_BLOCKS:  # TRL's settings are checked by range alone
-                is_own = own.name not in _TRL_FIELDS or own.name == "vllm_mode"
+                is_own = own.name in LZEGRPOConfig.__annotations__.keys() - _TRL_FIELDS or own.name == "vllm_mode"
                 check_value(own.name, getattr(self, own.name), hints[own.name] if is_own else object)
         check_value("loss_type", self.loss_type, Literal[*LOSS_TYPES])
         if not all(map(math.isfinite, self.reward_weights or ())):

@@ -59,8 +59,8 @@ ROOMS = {
     "step": "batch engine memory pack plan record rollout seeding select",
     "trainer": "app build checkpoint checks claim config engine fingerprint forecast hub selfplay memory names plan profile prompt_checks record "
     "remote rollout select servers signals step trl_contract",
-    "job": "app checkpoint checks claim config data evaluation files forecast hub names profile prompt_checks record redaction rewards rollout "
-    "select selfplay settings signals strategies trainer version",
+    "job": "app checkpoint checks claim config data evaluation files forecast hub names profile prompt_checks record redaction remote rewards "
+    "rollout select selfplay settings signals strategies trainer version",
 }
 PURE = (
     "batch seeding select.energy select.selectors select.advantages memory.state memory.posterior memory.foresight memory.unseen "

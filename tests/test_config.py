@@ -1,7 +1,7 @@
 """Configuration: docstring, help and default of each field agree, and a default never fails: what the user left open adapts to the data."""
 
 import re
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -86,3 +86,11 @@ def test_a_column_without_images_is_text(tmp_path, nothing, streamed):
 def test_no_field_of_trl_is_hidden():
     changed = {f.name for f in fields(GRPOConfig)} & set(LZEGRPOConfig.__annotations__)
     assert changed == {"scale_rewards", "vllm_mode"}
+
+
+def test_fields_of_a_class_of_the_users_are_not_checked(tmp_path):
+    @dataclass
+    class Own(LZEGRPOConfig):
+        data_path: str = None
+
+    assert Own(str(tmp_path), use_cpu=True, bf16=False).data_path is None

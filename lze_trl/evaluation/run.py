@@ -101,9 +101,8 @@ class Evaluation:
                 if path.is_file():
                     read_samples(path)
             except EvaluationError as error:
-                raise EvaluationError(
-                    f"`{path}` is no file of samples, and would be replaced by some. Give another `--output`."
-                ) from error
+                told = f"`{path}` is no file of samples, and would be replaced by some. Give another `--output`."
+                raise EvaluationError(told) from error
 
     def _sampled(self, engine: Sampler, task: str, progress: bool) -> list[Sample]:
         requests = [SampleRequest(problem, i) for problem in self.tasks[task] for i in range(self.samples)]

@@ -28,9 +28,7 @@ def sample_of_folder(folder: str | Path, reward: str | None = None) -> GroupSamp
     folder = Path(folder)
     if folder.name == DIRECTORY or (folder / DIRECTORY).is_dir():
         if reward is not None:
-            raise TelemetryError(
-                f"`{folder}` is a recorded run, whose passes are those of its settings. Leave out `--reward`."
-            )
+            raise TelemetryError(f"`{folder}` is a recorded run, with passes of its own. Leave out `--reward`.")
         with closing(open_run(folder)) as run:
             return _of_run(run)
     return _of_logs(folder, reward)

@@ -43,7 +43,9 @@ def guarded(factory: Any, time_limit: float | None) -> Any:
 
 def failures(environments: Sequence[Any] | None) -> list[str | None]:
     """Return why the episodes of some environments have failed, `None` for one that has not; empty without environments."""
-    return [environment.lze_guard.failure for environment in environments or ()]
+    # A column of the data may be called `environments`
+    guards = [getattr(environment, "lze_guard", None) for environment in environments or ()]
+    return [guard.failure for guard in guards if guard is not None]
 
 
 class Worker:
