@@ -212,7 +212,9 @@ def refuse_nothing_to_train(model: nn.Module, optimizer: torch.optim.Optimizer |
     """Refuse a training that would change no weight: none is trainable, or the `optimizer` that was passed has none of them."""
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     if not trained:
-        adapter = " Load the adapter with `PeftModel.from_pretrained(…, is_trainable=True)`." * is_peft_model(model)
+        adapter = (
+            " Load the adapter with `PeftModel.from_pretrained(…, is_trainable=True)`." if is_peft_model(model) else ""
+        )
         raise ValueError(
             f"No weight of the model is trainable, so a training would change nothing.{adapter} Set `requires_grad=True` for what is to be "
             "trained, or pass a `peft_config`."

@@ -288,7 +288,12 @@ def spoil(groups):
     ("file", "damage", "error", "message"),
     [
         ("", shutil.rmtree, MissingTelemetryError, "Nothing has been recorded here yet"),
-        ("meta.json", lambda meta: meta.write_text(OLD), TelemetryError, f"schema 1, .* schema {SCHEMA_VERSION}"),
+        (
+            "meta.json",
+            lambda meta: meta.write_text(OLD),
+            TelemetryError,
+            f"schema 1, .* reads schema {SCHEMA_VERSION}",
+        ),
         ("meta.json", lambda meta: meta.write_text("{"), TelemetryError, "cannot be read"),
         ("groups/*", spoil, TelemetryError, "cannot be read: .*<b>"),
     ],

@@ -235,8 +235,7 @@ class _Page:
         return target["state"], target["search"], target["named"], target["tab"], gr.Tabs(selected=target["tab"])
 
     def _open_run(self, event: gr.EventData) -> tuple[Any, ...]:
-        run = gr.update(choices=self.book.ids, value=event.row)
-        return run, TABS[0], gr.Tabs(selected=TABS[0]), "", ""
+        return gr.update(choices=self.book.ids, value=event.row), TABS[0], gr.Tabs(selected=TABS[0]), "", ""
 
     def _offer_forecast(self, id: str) -> tuple[Any, Any]:
         """Remove the forecast of the run before, and show the button for one if the recording of this run can answer."""

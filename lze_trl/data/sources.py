@@ -21,7 +21,7 @@ GYM = "reasoning_gym:"
 
 FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-FILE_SUFFIXES = re.compile(r"(\.(jsonl|json|parquet|csv|gz|bz2|xz|zst))+$")
+FILE_SUFFIXES = re.compile(rf"({'|'.join(map(re.escape, (*FILE_FORMATS, *_COMPRESSED)))})+$")
 # An answer "None" in a CSV is text; only what is empty is missing
 _AS_WRITTEN = {"keep_default_na": False, "na_values": [""]}
 _HUB = re.compile(r"(https?://(www\.)?(huggingface\.co|hf\.co)/datasets/|hf://(datasets/)?)")

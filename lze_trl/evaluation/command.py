@@ -109,9 +109,7 @@ def _comparison(folder: Path, other: Path, tasks: Iterable[str]) -> str:
             for place in (folder, other)
         )
         if (differences := (ours - theirs).dropna()).empty:
-            raise EvaluationError(
-                f"{task}: `{folder}` and `{other}` have no problem in common. Give the same `--limit`."
-            )
+            raise EvaluationError(f"{task}: `{folder}` and `{other}` share no problem. Give the same `--limit`.")
         rows.append([task, f"{len(differences):,}", interval_text(mean_over_tasks([differences]), "+")])
     table = pd.DataFrame(rows, columns=["task", "problems", "difference, % [95 % interval]"])
     return f"{folder} less {other}, paired by problem\n{table.to_string(index=False)}\n"

@@ -179,7 +179,8 @@ def _thumbnails(row: dict[str, Any]) -> str:
     images = [image for image in [*(row.get("images") or ()), one] if hasattr(image, "thumbnail")]  # of Pillow
     urls = []
     for image in images[:_SHOWN_IMAGES]:
-        (small := image.copy()).thumbnail((_THUMBNAIL, _THUMBNAIL))
-        small.convert("RGB").save(file := BytesIO(), "PNG")
+        small, file = image.copy(), BytesIO()
+        small.thumbnail((_THUMBNAIL, _THUMBNAIL))
+        small.convert("RGB").save(file, "PNG")
         urls.append(f"data:image/png;base64,{b64encode(file.getvalue()).decode()}")
     return json.dumps(urls)

@@ -34,7 +34,8 @@ def list_parts(folder: Path) -> list[Path]:
 def write_part(path: Path, rows: pa.Table):
     """Write one file of a table atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(rows, buffer := io.BytesIO(), compression="zstd")
+    buffer = io.BytesIO()
+    pq.write_table(rows, buffer, compression="zstd")
     write_atomically(path, buffer.getvalue())
 
 
