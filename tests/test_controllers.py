@@ -136,10 +136,8 @@ def test_kept_rows_are_the_published_ones(case):
 )
 def test_further_prompts(round, outcomes, k, expected):
     controller = DynamicSampling(group_size=2, max_rounds=3, num_prompts=8)
-    assert (
-        requested_prompts(controller, round, prompts_of(len(outcomes)), rollouts(dict(enumerate(outcomes))), k)
-        == expected
-    )
+    prompts, drawn = prompts_of(len(outcomes)), rollouts(dict(enumerate(outcomes)))
+    assert requested_prompts(controller, round, prompts, drawn, k) == expected
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 7), st.integers(1, 7), st.integers(1, 4))
