@@ -252,9 +252,8 @@ def test_a_checkpoint_with_a_damaged_file_is_neither_taken_nor_accepted(tmp_path
 def test_what_is_missing_is_named(tmp_path, gone, caplog):
     newest = of_training(tmp_path)
     (newest / gone).unlink()
-    with pytest.raises(
-        CheckpointError, match=rf"it lacks .*{'random' if gone == 'rng_state.pth' else gone[:5]}.* such as"
-    ):
+    named = "random" if gone == "rng_state.pth" else gone[:5]
+    with pytest.raises(CheckpointError, match=rf"it lacks .*{named}.* such as"):
         tiny.make(tmp_path, max_steps=3).train(resume_from_checkpoint=str(newest))
     tiny.make(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
     assert f"`{newest}` is passed over: it lacks" in caplog.text

@@ -78,13 +78,8 @@ def test_the_second_is_refused_and_touches_nothing(tmp_path, first):
         second = begin(tmp_path, **settings)
         second.join(60)
         assert second.exitcode == 1
-    told = (tmp_path / "log.txt").read_text()
-    assert (
-        told.count(
-            f"training that is running: process {first.pid} on {socket.gethostname()}, whose last sign of life is"
-        )
-        == 2
-    )
+    told = f"training that is running: process {first.pid} on {socket.gethostname()}, whose last sign of life is"
+    assert (tmp_path / "log.txt").read_text().count(told) == 2
     assert files(tmp_path / "run") == before
     (tmp_path / "go on").touch()
     first.join(60)
@@ -165,9 +160,6 @@ def hold(directory: Path, begin: float, dies: bool):
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):
-    (tmp_path / "run").touch()
-    with (
-        pytest.raises(OutputFolderError, match=r"cannot be the output folder: .* set another"),
-        claimed(tmp_path / "run"),
-    ):
+    (run := tmp_path / "run").touch()
+    with pytest.raises(OutputFolderError, match=r"cannot be the output folder: .* set another"), claimed(run):
         pass

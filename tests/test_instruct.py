@@ -24,10 +24,8 @@ def read(text, truncated=False):
 
 
 def test_a_request_ends_with_the_open_number():
-    assert (
-        request_text(["What is\n2 + 3?", "Find $x$."])
-        == "Come up with a series of questions:\n1. What is 2 + 3?\n2. Find $x$.\n3."
-    )
+    request = request_text(["What is\n2 + 3?", "Find $x$."])
+    assert request == "Come up with a series of questions:\n1. What is 2 + 3?\n2. Find $x$.\n3."
 
 
 TRAIN = "A train leaves at 3. It goes 40 miles in 2 hours. How fast is it?"

@@ -143,9 +143,8 @@ def test_a_pass_begins_with_the_highest_rank():
 def test_ranks_are_checked(answer):
     planner = ByDifficulty()
     planner.rank = lambda *args: answer
-    with pytest.raises(
-        ValueError, match=r"`ByDifficulty.rank` must return an array of 2 numbers, .* Return -inf, not NaN"
-    ):
+    message = r"`ByDifficulty.rank` must return an array of 2 numbers, .* Return -inf, not NaN"
+    with pytest.raises(ValueError, match=message):
         stream_of(5, 1, 3, planner=planner).begin(0)
 
 

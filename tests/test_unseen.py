@@ -85,14 +85,9 @@ def test_any_text_has_numbers(text):
 
 def test_the_text_of_a_prompt():
     assert text_of("a\nb") == "a\nb"
-    image = {
-        "role": "user",
-        "content": [{"type": "image"}, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}],
-    }
-    assert (
-        text_of([{"role": "system", "content": "Be brief."}, image, {"role": "assistant", "content": None}])
-        == "Be brief.What?"
-    )
+    parts = [{"type": "image"}, {"type": "text", "text": "What"}, {"type": "text", "text": "?"}]
+    contents = {"system": "Be brief.", "user": parts, "assistant": None}
+    assert text_of([{"role": role, "content": content} for role, content in contents.items()]) == "Be brief.What?"
 
 
 # ---- The forecast ----
@@ -142,10 +137,8 @@ def test_a_source_that_becomes_learnable_is_found():
 
 
 def test_a_forecast_is_that_of_what_is_remembered_until_it_is_better():
-    world = World()
-    assert set(world.state.prompts(np.arange(9)).alive) == set(
-        PromptState(group_size=SIZE).prompts(np.arange(9)).alive
-    )
+    world, plain = World(), PromptState(group_size=SIZE)
+    assert set(world.state.prompts(np.arange(9)).alive) == set(plain.prompts(np.arange(9)).alive)
     for _ in range(5):
         world.visit()
     chances, drawn = world.state.alive(np.arange(1500), rng=keyed_rng(7, 0, "window"))
