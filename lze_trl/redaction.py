@@ -27,8 +27,8 @@ def redacted(value: Any, mark: str | None = HIDDEN, name: str = "") -> Any:
 
 
 def redacted_word(word: str, name: str) -> str:
-    """Remove secrets from the value of a flag, which may be a mapping in JSON."""
-    if not word.lstrip().startswith("{"):
+    """Remove secrets from the value of a flag, which may be a mapping or a list in JSON."""
+    if not word.lstrip().startswith(("{", "[")):
         return redacted(word, name=name)
     try:
         return json.dumps(redacted(json.loads(word), name=name), ensure_ascii=False)

@@ -157,7 +157,7 @@ def test_a_secret_is_known_by_its_name_at_any_depth(name):
     for deep in ({name: "s"}, {"a": [{name: "s"}]}, {name: {"user": "s"}}, {name: ["s"]}):
         assert "'s'" not in str(redacted(deep)) and "***" in str(redacted(deep))
     assert redacted({name: None, "n": {name: True}}) == {name: None, "n": {name: True}}
-    for word in (json.dumps({name: "s3"}), json.dumps({"a": [{name: "s3"}]}), f'{{"{name}": s3'):
+    for word in (json.dumps({name: "s3"}), json.dumps([{"a": [{name: "s3"}]}]), f'{{"{name}": s3'):
         assert "s3" not in redacted_word(word, "model_init_kwargs")
 
 

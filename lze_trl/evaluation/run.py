@@ -98,7 +98,7 @@ class Evaluation:
         """Raise an [`EvaluationError`] if a file that the samples of a task would replace holds something else."""
         for path in (folder / f"{task}.jsonl" for task in self.tasks):
             try:
-                if path.is_file():
+                if path.exists():
                     read_samples(path)
             except EvaluationError as error:
                 told = f"`{path}` is no file of samples, and would be replaced by some. Give another `--output`."
