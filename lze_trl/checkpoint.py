@@ -222,8 +222,8 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
 def refuse_other_run(directory: str, run: dict[str, Any]):
     """Refuse a checkpoint that is damaged, or was written with other settings than those of this `run`."""
     meta = refuse_non_checkpoint(directory)
-    of_batch = ("num_processes", *OF_ROWS) if meta["mid_batch"] else ()
-    for name in ("pruning", "planner", "draws_prompts", *of_batch):
+    of_batch = ("num_processes", "reference_model", *OF_ROWS) if meta["mid_batch"] else ()
+    for name in ("pruning", "planner", "draws_prompts", "streamed", *of_batch):
         if meta.get(name) != run[name]:
             where = " in the middle of a generation batch" if name in of_batch else ""
             raise CheckpointError(

@@ -55,15 +55,16 @@ def prepare(
     _refuse_unfit_object("controller", RolloutController, controller)
     _refuse_unfit_object("planner", Planner, planner)
     makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
-    if args.report_by and (train_dataset is None or isinstance(train_dataset, (Dataset, IterableDataset))):
-        known = [] if train_dataset is None else columns_of(train_dataset)
-        for name in (name for name in args.report_by if name not in known):
-            raise ValueError(
-                f"`report_by` names the column {name!r}, which the training set lacks: it has {sorted({*known} - {ID_COLUMN})}."
-                f"{near(name, known)} Name some of these, or leave it unset."
-            )
+    columns = columns_of(train_dataset) if isinstance(train_dataset, (Dataset, IterableDataset)) else []
+    for name in (name for name in args.report_by or () if name not in columns):
+        raise ValueError(
+            f"`report_by` names the column {name!r}, which the training set lacks: it has {sorted({*columns} - {ID_COLUMN})}."
+            f"{near(name, columns)} Name some of these, or leave it unset."
+        )
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
+    if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:  # rows come in another order if they are mapped before
+        train_dataset = train_dataset.shuffle(seed=args.seed)
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:
         controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
@@ -90,7 +91,7 @@ def prepare(
             f"`{own_sampler}` orders the prompts, and would be ignored: with `pruning='refill'`, a controller that draws prompts, or "
             "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', and with a gate `hold='nothing'`, or remove it."
         )
-    dataset, deduplicate = _with_prompt_ids(train_dataset, args, not makes_prompts)
+    dataset, deduplicate = _with_prompt_ids(train_dataset, args, columns, not makes_prompts)
     return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, "window": window}
 
 
@@ -334,15 +335,17 @@ def outcome_rule(
     return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
 
 
-def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tuple[Dataset | IterableDataset, bool]:
-    """Add prompt ids to a training set that fills a generation batch, and tell whether repeats were dropped."""
+def _with_prompt_ids(
+    rows: Any, args: LZEGRPOConfig, columns: list[str], needs_prompt: bool
+) -> tuple[Dataset | IterableDataset, bool]:
+    """Add prompt ids to a training set with these columns that fills a generation batch, and tell whether repeats were dropped."""
     if not isinstance(rows, (Dataset, IterableDataset)):
         return rows, False  # TRL refuses it
     # Groups that the rows have to fill: none where the model writes its prompts
     num_groups = 0 if args.self_play["instruct"] else args.generation_batch_size // args.num_generations
     deduplicate = bool(args.deduplicate)
     with args.main_process_first(desc="prompt ids"):
-        dataset = add_prompt_ids(rows, deduplicate, needs_prompt)
+        dataset = add_prompt_ids(rows, deduplicate, needs_prompt, columns)
         if isinstance(dataset, IterableDataset):
             return dataset, False
         if deduplicate and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
@@ -351,7 +354,7 @@ def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, needs_prompt: bool) -> tupl
                 "another prompt. Use a smaller `generation_batch_size`, to give each prompt one group.",
                 *(len(rows), len(dataset), num_groups),
             )
-            dataset, deduplicate = add_prompt_ids(rows, False, needs_prompt), False
+            dataset, deduplicate = add_prompt_ids(rows, False, needs_prompt, columns), False
     if dropped := len(rows) - len(dataset):
         logger.warning("Dropped %d of %d rows that repeat others. `deduplicate=False` keeps them.", dropped, len(rows))
     refuse_too_few(dataset, args)

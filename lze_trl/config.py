@@ -14,7 +14,7 @@ from .redaction import redacted
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
-from .settings import SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
+from .settings import SETTING_BLOCKS, TRL_CHOICES, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
 from .strategies import DEFAULT, STRATEGIES, settings_of
 
 
@@ -308,7 +308,8 @@ class LZEGRPOConfig(GRPOConfig):
             if own.name not in SETTING_BLOCKS:  # TRL's settings are checked by range alone
                 is_own = own.name in LZEGRPOConfig.__annotations__.keys() - _TRL_FIELDS or own.name == "vllm_mode"
                 check_value(own.name, getattr(self, own.name), hints[own.name] if is_own else object)
-        check_value("loss_type", self.loss_type, Literal[*LOSS_TYPES])
+        for name, choices in TRL_CHOICES.items() | {("loss_type", LOSS_TYPES)}:
+            check_value(name, getattr(self, name), Literal[*choices])
         if not all(map(math.isfinite, self.reward_weights or ())):
             raise ValueError(
                 f"`reward_weights` must be finite numbers, got {self.reward_weights}. Use 0 for no weight."

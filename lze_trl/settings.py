@@ -80,6 +80,13 @@ _THEIRS = {
     "[0, 4294967295]": "seed",
 }
 """Numeric settings of TRL and transformers, by their valid interval."""
+TRL_CHOICES = {
+    "scale_rewards": ("group", "batch", "none", True, False, None),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+"""Settings of which TRL refuses other values once the first batch has been generated."""
 RANGES = {
     "": {
         "selection_ratio": "(0, 1]",
@@ -148,7 +155,7 @@ def check_value(name: str, value: Any, hint: Any, block: str = ""):
     place = f"`{block}`: `{name}`" if block else f"`{name}`"
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            named = [choice for choice in get_args(hint) if choice is not None]
+            named = [choice for choice in get_args(hint) if isinstance(choice, str)]
             raise ValueError(f"{place} must be one of {named}, got {value!r}.{near(str(value), named)}")
         return
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

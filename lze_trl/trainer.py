@@ -763,6 +763,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         own = type(planner) is not type(args.make_planner())  # was passed to the trainer
         return {
             "num_processes": args.world_size,
+            "reference_model": args.beta > 0.0,
+            "streamed": isinstance(self.train_dataset, IterableDataset),
             **{name: vars(args)[name] for name in store.OF_ROWS},
             **self.resolved,
             "planner": type(planner).__name__ if own else args.planner,

@@ -381,13 +381,16 @@ def test_resumed_with_greso_is_uninterrupted_bit_for_bit(tmp_path, controller, p
     [
         (GRESO, {}, "with `planner='greso'`, and this run has 'solved'"),
         ({"pruning": "none"}, {"pruning": "none", "controller": "dynamic"}, "with `draws_prompts=False`"),
+        ({"pruning": "none"}, {"dataset": tiny.prompts(16).to_iterable_dataset()}, "with `streamed=False`"),
+        ({"num_iterations": 3}, {"num_iterations": 3, "beta": 0.1}, "batch with `reference_model=False`"),
     ],
 )
 def test_another_strategy_cannot_go_on(tmp_path, written, resumed, message):
     saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
-    run(tmp_path, **written, **saved)
+    model = tiny.save(tmp_path / "model")
+    run(tmp_path, model=model, **written, **saved)
     with pytest.raises(ValueError, match=message):
-        make(tmp_path, **resumed, **saved | {"max_steps": 3}).train(resume_from_checkpoint=True)
+        make(tmp_path, model, **resumed, **saved | {"max_steps": 3}).train(resume_from_checkpoint=True)
 
 
 # ---- Shapes and losses ----

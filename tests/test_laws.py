@@ -132,7 +132,7 @@ OPTIONS = {
     "bf16": {"bf16": True, "model_init_kwargs": {"dtype": "float32"}} | shape("neither divides"),
     "bf16 weights": {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}},
     "repeated rows": {"dataset": REPEATED},
-    "stream": {"dataset": REPEATED.to_iterable_dataset(), "shuffle_dataset": False} | {"remove_unused_columns": True},
+    "stream": {"dataset": REPEATED.to_iterable_dataset(3), "remove_unused_columns": True},
 }
 
 

@@ -66,17 +66,21 @@ def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
 
 
 def add_prompt_ids(
-    dataset: Dataset | IterableDataset, deduplicate: bool = True, needs_prompt: bool = True
+    dataset: Dataset | IterableDataset,
+    deduplicate: bool = True,
+    needs_prompt: bool = True,
+    shown: list[str] | None = None,
 ) -> Dataset | IterableDataset:
     """
     Add the column `lze_prompt_id`, and keep only the first row of each prompt, which is the content of its row, see
     [`prompt_id`], or its own `prompt_id`. A format or transform stays, and the row before it counts. Without
     `deduplicate`, repeats get other ids; an iterable dataset keeps repeated ones. `needs_prompt` is off where an
-    environment makes prompts of other columns.
+    environment makes prompts of other columns. `shown` are the columns that rows show, if they are known.
     """
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
-    if "prompt" not in (shown := columns_of(dataset)) and needs_prompt:
+    shown = columns_of(dataset) if shown is None else shown
+    if "prompt" not in shown and needs_prompt:
         raise ValueError(
             f"The training set has no `prompt` column, only {sorted(shown)}. Rename the column with the prompts to "
             "`prompt`, or load it with `lze_trl.data.load_prompts`."

@@ -70,9 +70,8 @@ class Passes:
             self.stream = GrowingStream(self.planner, self.state, args.seed, self.dataset, args.self_play["reuse"])
             return
         if self.streamed:
-            rows = self.dataset.shuffle(seed=args.seed) if args.shuffle_dataset else self.dataset
             repeats = args.num_iterations * args.steps_per_generation
-            self.stream = StreamedRows(rows, self.group_size, self.num_groups, repeats)
+            self.stream = StreamedRows(self.dataset, self.group_size, self.num_groups, repeats)
             return
         ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
         stream_type = PromptStream if self.mode == "refill" else SamplerOrder
