@@ -45,7 +45,7 @@ def prepare(
 ) -> tuple[Dataset | IterableDataset, RolloutController, dict[str, Any]]:
     """
     Refuse what cannot be trained. `given` holds the further arguments of the trainer, and `own_sampler` names a user's
-    `_get_train_sampler`. Returns the training set with prompt ids, the controller, and the settings that depend on the data.
+    `_get_train_sampler` or `get_train_dataloader`. Returns the training set with prompt ids, the controller, and the settings that depend on the data.
     """
     if not isinstance(args, LZEGRPOConfig):
         raise TypeError(
@@ -186,7 +186,7 @@ def _of_data(
         (writes_prompts and args.self_play["presence_penalty"] and not args.over_http, f"{self_play} writes by transformers here, which has no `presence_penalty`. Set it to 0, or use servers."),
         (args.over_http and harness in ("tools", "environment_factory") and args.world_size > 1, f"With `{harness}`, processes need different numbers of turns, and `vllm_mode='http'` asks for all of a turn at once. Use one process, or `vllm_mode='colocate'`."),
         (overlaps and not args.over_http, f"{overlap} needs servers of its own: set `use_vllm=True` and `vllm_mode='http'`, or `overlap='none'`."),
-        (overlaps and (not readable or sampler), f"{overlap} has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and TRL's own `_get_train_sampler`. Set `overlap='none'`."),
+        (overlaps and (not readable or sampler), f"{overlap} has to know the prompts of the next batch: it needs a `train_dataset` that is not streamed, and no sampler or data loader of your own. Set `overlap='none'`."),
         (overlaps and pruning == "skip", f"{overlap} plans batches of one size, and `pruning='skip'` makes smaller ones. Use `pruning='refill'`."),
         (overlaps and harness, f"{overlap} begins plain completions ahead, and `{harness}` is given. Set `overlap='none'`."),
         (overlaps and writes_prompts, f"{overlap} has to know the next prompts, and `self_play` writes them. Set `overlap='none'`."),

@@ -96,6 +96,11 @@ def _override(cls: type, name: str) -> str | None:
     return next((f"{c.__name__}.{name}" for c in users), None)
 
 
+def _own_order(cls: type) -> str | None:
+    """Find the method by which a class of the user's own orders the prompts, as `Class.method`."""
+    return _override(cls, "_get_train_sampler") or _override(cls, "get_train_dataloader")
+
+
 def _row_counter(dataloader: Any) -> Callable[[], float]:
     """Return a counter of the rows that a loader gives in all, without fillers; of a stream, of those read so far."""
     stream = getattr(dataloader.dataset, "dataset", dataloader.dataset)  # accelerate may have wrapped both
@@ -177,7 +182,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
             )
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        own_sampler = _override(type(self), "_get_train_sampler")
+        own_sampler = _own_order(type(self))
         kwargs |= zip([*inspect.signature(GRPOTrainer).parameters][4:], positional, strict=False)
         given = kwargs | {"instruction": instruction}
         train_dataset, controller, self.resolved = checks.prepare(
@@ -286,7 +291,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             state=self.prompt_state,
             args=args,
             accelerator=self.accelerator,
-            by_loader=isinstance(prompts, IterableDataset) or _override(type(self), "_get_train_sampler") is not None,
+            by_loader=isinstance(prompts, IterableDataset) or _own_order(type(self)) is not None,
         )
 
     @property
@@ -316,7 +321,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "`self_play={'instruct': True}` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
                 "trainer with the other data."
             )
-        step, sampler = self.generation_step, _override(type(self), "_get_train_sampler")
+        step, sampler = self.generation_step, _own_order(type(self))
         given = {"rollout_func": self.rollout_func, "environment_factory": dataset is not None and self.environments}
         dataset, controller, resolved = checks.prepare(
             self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector

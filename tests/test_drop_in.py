@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback
 from trl import GRPOTrainer
 
@@ -75,6 +76,16 @@ class Backwards(LZEGRPOTrainer):
         return [row for row in reversed(range(11)) for _ in range(self.num_generations)]
 
 
+class Loads(LZEGRPOTrainer):
+    def get_train_dataloader(self):
+        rows = [row for row in reversed(list(self.train_dataset)) for _ in range(self.num_generations)]
+        return self.accelerator.prepare(DataLoader(rows, batch_size=self.args.generation_batch_size, collate_fn=list))
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        assert len(inputs) == self.args.generation_batch_size and {"prompt", "solution"} <= inputs[0].keys()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
 def seen_prompts(trainer):
     """Prompts of each batch of a training, in order."""
     batches = []
@@ -89,11 +100,11 @@ def seen_prompts(trainer):
     return batches
 
 
-@pytest.mark.parametrize("strategy", ["gate", "lze"])
-def test_an_own_sampler_orders_the_prompts(tmp_path, caplog, strategy):
+@pytest.mark.parametrize(("cls", "strategy"), [(Backwards, "gate"), (Backwards, "lze"), (Loads, "gate")])
+def test_an_own_sampler_or_loader_orders_the_prompts(tmp_path, caplog, cls, strategy):
     backwards = [row["prompt"] for row in tiny.prompts(11)][::-1]
     own = {"controller_kwargs": {"explore": 0.1}} if strategy == "gate" else {}
-    batches = seen_prompts(make(tmp_path, Backwards, strategy=strategy, max_steps=2, **own))
+    batches = seen_prompts(make(tmp_path, cls, strategy=strategy, max_steps=2, **own))
     assert batches[0] == backwards[:3]
     assert {prompt for batch in batches for prompt in batch} == set(backwards[:6])
     said = {"gate": "so the gate draws no others", "lze": "so `pruning` is off"}
@@ -103,6 +114,13 @@ def test_an_own_sampler_orders_the_prompts(tmp_path, caplog, strategy):
 def test_an_own_sampler_that_would_be_ignored_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`Backwards._get_train_sampler` orders the prompts"):
         make(tmp_path, Backwards, strategy="lze", pruning="refill")
+
+
+def test_rows_of_an_own_loader_must_have_their_ids(tmp_path):
+    trainer = make(tmp_path, Loads)
+    vars(trainer)["train_dataset"] = tiny.prompts(11)
+    with pytest.raises(ValueError, match="data loader lack the column `lze_prompt_id`"):
+        trainer.train()
 
 
 def test_a_loss_can_read_what_was_logged_of_the_batch(tmp_path):

@@ -56,7 +56,7 @@ class Passes:
     args: Any  # settings
     accelerator: Accelerator
     window: int = 1  # batches to look ahead
-    by_loader: bool = False  # whether the data loader gives the rows: of a stream, or by a sampler of the user's own
+    by_loader: bool = False  # whether the data loader gives the rows: of a stream, or by a sampler or loader of the user's own
 
     def __post_init__(self):
         args = self.args
@@ -177,6 +177,11 @@ class Passes:
 
     def _prompts_of(self, inputs: list[dict[str, Any]]) -> np.ndarray:
         """Return the prompt of each group of the whole batch, shape `(P,)`, from the rows that the data loader gave each process."""
+        if any(ID_COLUMN not in row for row in inputs):
+            raise ValueError(
+                f"Rows of your data loader lack the column `{ID_COLUMN}`, which `trainer.train_dataset` has. Load from that data set, and "
+                "keep the column."
+            )
         own_ids = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
         ids = self.accelerator.gather(own_ids).cpu().numpy()
         group = np.arange(len(ids)) // self.group_size
