@@ -63,7 +63,9 @@ def prepare(
         )
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
-    if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:  # rows come in another order if they are mapped before
+    if (
+        isinstance(train_dataset, IterableDataset) and args.shuffle_dataset
+    ):  # rows come in another order if they are mapped before
         train_dataset = train_dataset.shuffle(seed=args.seed)
     train_dataset = with_prompts_checked(train_dataset, "training set", given)
     if controller is None:

@@ -14,7 +14,15 @@ from .redaction import redacted
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
-from .settings import SETTING_BLOCKS, TRL_CHOICES, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
+from .settings import (
+    SETTING_BLOCKS,
+    TRL_CHOICES,
+    SelectorSettings,
+    SelfPlaySettings,
+    ServerSettings,
+    check_value,
+    filled,
+)
 from .strategies import DEFAULT, STRATEGIES, settings_of
 
 

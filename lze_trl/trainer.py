@@ -90,15 +90,14 @@ class NamedSpace(TrackioCallback):
                 super().on_push_begin(args, *others, **kwargs)
 
 
-def _override(cls: type, name: str) -> str | None:
-    """Find the override of one of TRL's methods by a class that is neither TRL's nor ours, as `Class.method`."""
-    users = (c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer and name in vars(c))
-    return next((f"{c.__name__}.{name}" for c in users), None)
+_ORDERING = ("_get_train_sampler", "get_train_dataloader")
+"""Methods by which a class of the user's own orders the prompts."""
 
 
-def _own_order(cls: type) -> str | None:
-    """Find the method by which a class of the user's own orders the prompts, as `Class.method`."""
-    return _override(cls, "_get_train_sampler") or _override(cls, "get_train_dataloader")
+def _override(cls: type, *names: str) -> str | None:
+    """Find the override of one of these methods by a class that is neither TRL's nor ours, as `Class.method`."""
+    users = [c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer]
+    return next((f"{c.__name__}.{name}" for name in names for c in users if name in vars(c)), None)
 
 
 def _row_counter(dataloader: Any) -> Callable[[], float]:
@@ -182,7 +181,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
             )
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        own_sampler = _own_order(type(self))
+        own_sampler = _override(type(self), *_ORDERING)
         kwargs |= zip([*inspect.signature(GRPOTrainer).parameters][4:], positional, strict=False)
         given = kwargs | {"instruction": instruction}
         train_dataset, controller, self.resolved = checks.prepare(
@@ -291,7 +290,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             state=self.prompt_state,
             args=args,
             accelerator=self.accelerator,
-            by_loader=isinstance(prompts, IterableDataset) or _own_order(type(self)) is not None,
+            by_loader=isinstance(prompts, IterableDataset) or _override(type(self), *_ORDERING) is not None,
         )
 
     @property
@@ -321,7 +320,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "`self_play={'instruct': True}` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
                 "trainer with the other data."
             )
-        step, sampler = self.generation_step, _own_order(type(self))
+        step, sampler = self.generation_step, _override(type(self), *_ORDERING)
         given = {"rollout_func": self.rollout_func, "environment_factory": dataset is not None and self.environments}
         dataset, controller, resolved = checks.prepare(
             self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector

@@ -19,7 +19,6 @@ from ..redaction import without_secrets
 from ..remote import STATE_FILES, resolve
 from ..rollout.controllers import DynamicSampling, ReinforceAda, RolloutController, UniformController
 from ..select.selectors import quota
-from .estimate import UNKNOWN, estimated
 from .parts import make_evaluations
 from .recipe import LZEScriptArguments, parse_recipe
 from .train import disable_progress_bars, setup_logging, starting_point, trainer_arguments
@@ -52,7 +51,7 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     outcome_rule(args, funcs, reward_names, controller)
     num_different, left_out, context, writes = len(dataset), "", None, args.self_play["instruct"]
     own = {name: init_kwargs[name] for name in ("revision", "trust_remote_code")}
-    with suppress(*UNKNOWN):
+    with suppress(OSError, ValueError, RuntimeError):  # of the Hub, a configuration, or a model's own code
         context = Context.of_model(given["model"], args.max_completion_length or 0, **own)
     if context is not None and not writes:
         dataset, left_out = context.fitting(dataset, "training set")
@@ -86,10 +85,6 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     is_bounded = not controller.draws_prompts or isinstance(controller, DynamicSampling)
     about = "at most" if is_bounded else "as a rule at most"
     facts["completions"] = f"{about} {drawn:,} drawn and {trained:,} trained on; by plain GRPO {plain:,}"
-    try:
-        facts |= estimated(given["model"], dataset["prompt"], args, init_kwargs, given["peft_config"])
-    except UNKNOWN as error:
-        facts["memory"] = f"not known: {str(error).partition(chr(10))[0]}"
     if left_out:
         facts["too long"] = left_out
     facts["output"] = str(args.output_dir)

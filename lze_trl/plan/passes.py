@@ -56,7 +56,9 @@ class Passes:
     args: Any  # settings
     accelerator: Accelerator
     window: int = 1  # batches to look ahead
-    by_loader: bool = False  # whether the data loader gives the rows: of a stream, or by a sampler or loader of the user's own
+    by_loader: bool = (
+        False  # whether the data loader gives the rows: of a stream, or by a sampler or loader of the user's own
+    )
 
     def __post_init__(self):
         args = self.args
