@@ -4,9 +4,12 @@ How good a model is at a task.
 Where completions are nothing but the answer, the pass rate of a prompt, sampled at temperature 1, has the expectation
 p(answer | prompt): the probability of the answer's tokens and of the end of the text. It is computed, not sampled, so an
 evaluation has no noise of its own.
+
+The reward of the training compares tokens as well. By text, an answer with a special token after it, which decoding leaves out,
+would be rewarded and not counted here, and a model may come to end its answers so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from lze_trl.rewards import exact_match_reward
 
 
 _BATCH = 64
@@ -38,6 +39,22 @@ class AnswerBatch:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     targets: torch.Tensor
+
+
+def answer_ids(tokenizer: PreTrainedTokenizerBase, solutions: Sequence[str], most: int) -> list[list[int]]:
+    """Return the tokens of completions that are nothing but the answer: with the end of text, unless the answer has `most` tokens."""
+    answers = tokenizer(list(solutions), add_special_tokens=False).input_ids
+    return [ids + [tokenizer.eos_token_id] * (len(ids) < most) for ids in answers]
+
+
+def exact_tokens(tokenizer: PreTrainedTokenizerBase, most: int) -> Callable[..., list[float]]:
+    """Make a reward of 1 for completions that have the tokens of the answer, and 0 for others; `most` is their greatest length."""
+
+    def exact_tokens_reward(completion_ids: list[list[int]], solution: list[str], **kwargs: Any) -> list[float]:
+        golds = answer_ids(tokenizer, solution, most)
+        return [float(list(ids) == gold) for ids, gold in zip(completion_ids, golds, strict=True)]
+
+    return exact_tokens_reward
 
 
 def answer_probabilities(model: nn.Module, batch: AnswerBatch) -> torch.Tensor:
@@ -124,11 +141,9 @@ class Evaluation:
 
     def _batches(self) -> list[AnswerBatch]:
         prompts = self.tokenizer([row["prompt"] for row in self.rows]).input_ids
-        answers = self.tokenizer([row["solution"] for row in self.rows], add_special_tokens=False).input_ids
-        # An answer that fills the limit needs no end; a longer one is never sampled whole
-        ends = [[self.tokenizer.eos_token_id] if len(ids) < self.max_completion_length else [] for ids in answers]
+        answers = answer_ids(self.tokenizer, [row["solution"] for row in self.rows], self.max_completion_length)
         possible = [i for i, ids in enumerate(answers) if len(ids) <= self.max_completion_length]
-        tokens = [prompt + answer + end for prompt, answer, end in zip(prompts, answers, ends, strict=True)]
+        tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         possible.sort(key=lambda i: len(tokens[i]))
         batches = []
         for start in range(0, len(possible), _BATCH):
@@ -184,7 +199,10 @@ class Evaluation:
             `dict[str, float]`: `mean`, and `standard_error`, the noise of the sampling.
         """
         passes = np.zeros(len(self.rows))
-        golds = [row["solution"] for row in self.rows]
+        golds, reward = (
+            [row["solution"] for row in self.rows],
+            exact_tokens(self.tokenizer, self.max_completion_length),
+        )
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for start in range(0, len(self.rows), _BATCH):
@@ -192,9 +210,15 @@ class Evaluation:
                 mask, tokens = sample_completions(
                     model, self.tokenizer, self.rows[part], samples, self.max_completion_length
                 )
-                texts = self.tokenizer.batch_decode(tokens[:, mask.size(1) :], skip_special_tokens=True)
-                scores = exact_match_reward(texts, np.repeat(golds[part], samples).tolist())
+                scores = reward(
+                    self._up_to_the_end(tokens[:, mask.size(1) :]), np.repeat(golds[part], samples).tolist()
+                )
                 passes[part] = np.array(scores).reshape(-1, samples).sum(axis=1)
         rates = passes / samples
         noise = (rates * (1.0 - rates)).sum() / (samples - 1)
         return {"mean": float(rates.mean()), "standard_error": float(np.sqrt(noise) / len(rates))}
+
+    def _up_to_the_end(self, tokens: torch.Tensor) -> list[list[int]]:
+        """Return the tokens of completions `(n, C)` up to the end of the text, if there is one."""
+        end = self.tokenizer.eos_token_id
+        return [row[: row.index(end) + 1] if end in row else row for row in tokens.tolist()]

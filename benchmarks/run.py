@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import AutoTokenizer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
 import lze_trl
 from lze_trl.config import LZEGRPOConfig
 from lze_trl.profile.folder import read_manifest
 from lze_trl.record.ledger import TokenCost, token_cost
-from lze_trl.rewards import exact_match_reward
 from lze_trl.trainer import LZEGRPOTrainer
 
-from .evaluation import Evaluation
+from .evaluation import Evaluation, exact_tokens
 from .jobs import PROGRESS_FILE, RESULT_FILE
 from .meter import Meter, metered
 from .oracle import Oracle
@@ -156,7 +155,7 @@ def build_trainer(settings: RunSettings, files: TaskFiles, rows: list[dict[str, 
     oracle = share and Oracle(shared["num_generations"], share, rows, shared["max_completion_length"])
     trainer = metered(GRPOTrainer if plain else LZEGRPOTrainer)(
         model=str(files.model),
-        reward_funcs=exact_match_reward,
+        reward_funcs=exact_tokens(AutoTokenizer.from_pretrained(files.model), shared["max_completion_length"]),
         args=(GRPOConfig if plain else LZEGRPOConfig)(**own),
         train_dataset=Dataset.from_list(rows),
         **({"controller": oracle} if oracle else {}),

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 import tiny
 from bench_samples import settings, task_files
 from benchmarks import run as bench_run
-from benchmarks.evaluation import Evaluation
+from benchmarks.evaluation import Evaluation, exact_tokens
 from benchmarks.strategies import NOT_SETTINGS, STRATEGIES
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.record import open_run
@@ -145,6 +145,15 @@ def test_expected_pass_rate_is_the_probability_of_the_answer(monkeypatch):
     np.testing.assert_allclose(rates, expected, rtol=1e-4)
     assert expected[4] == rates[4] == 0.0
     assert (rates[:4] > 0.0).all()
+
+
+def test_the_reward_is_of_what_the_evaluation_counts():
+    tokenizer, golds = tiny.tokenizer(), ["12", "12", "12", "123", "12"]
+    answer, long, end = tokenizer("12").input_ids, tokenizer("123").input_ids, tokenizer.eos_token_id
+    hidden = tokenizer.pad_token_id
+    drawn = [[*answer, end], [*answer, hidden, end], [hidden, *answer], long, answer]
+    assert len({text.strip() for text in tokenizer.batch_decode(drawn, skip_special_tokens=True)}) == 2
+    assert exact_tokens(tokenizer, 3)(drawn, golds) == [1.0, 0.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("strategy", OURS)
