@@ -438,14 +438,25 @@ def _machine(values: dict[str, Any]) -> str:
     return f"{text}, {values['at_once']} {'run' if values['at_once'] == 1 else 'runs'} at a time"
 
 
+_FAR = 4  # standard errors of a check by sampling
+
+
 def _check(results: Sequence[dict[str, Any]]) -> str:
-    """Say how far sampling is from the accuracy that it is expected to have."""
+    """Say how far sampling is from the accuracy that it is expected to have, and in which runs it is far."""
     checks = [check for result in results for check in result["checks"]]
     if not checks:
         return ""
+    apart = [
+        f"{STRATEGIES[result['settings']['strategy']].title}, seed {result['settings']['seed']}: "
+        f"{check['expected']:.3f}, sampled {check['mean']:.3f}"
+        for result in results
+        for check in result["checks"]
+        if abs(check["mean"] - check["expected"]) > _FAR * check["standard_error"]
+    ]
+    far = f" **In {len(apart)} it differs by more than {_FAR} standard errors** ({'; '.join(apart)})." if apart else ""
     difference = sum(check["mean"] - check["expected"] for check in checks) / len(checks)
     error = math.sqrt(sum(check["standard_error"] ** 2 for check in checks)) / len(checks)
     return (
         f"Checked by sampling: over {len(checks)} evaluations, sampled accuracy differs from it by {100 * difference:+.2f} ± "
-        f"{100 * error:.2f} points on average."
+        f"{100 * error:.2f} points on average.{far}"
     )

@@ -57,6 +57,16 @@ def report(tmp_path, monkeypatch):
     return make
 
 
+def test_a_run_whose_samples_contradict_its_accuracy_is_named(report):
+    results = [result("grpo", seed, [0.1, 0.5]) for seed in (0, 1)]
+    for one, sampled in zip(results, (0.503, 0.6), strict=True):
+        one["checks"] = [{"step": 10, "expected": 0.5, "mean": sampled, "standard_error": 0.01}]
+    assert (
+        "**In 1 it differs by more than 4 standard errors** (GRPO (TRL), seed 1: 0.500, sampled 0.600)"
+        in report(results)[0]
+    )
+
+
 def titles(*names):
     return [STRATEGIES[name].title for name in names]
 
