@@ -432,14 +432,16 @@ class LZEGRPOTrainer(GRPOTrainer):
             funcs.append(checked(read, name, notes, answers.reasons))
         with patched_copy(self, reward_funcs=funcs) as view:
             rewards = super(LZEGRPOTrainer, view)._calculate_rewards(seen, prompts, completions, completion_ids_list)
+        models = torch.tensor([isinstance(func, torch.nn.Module) for func in self.reward_funcs], device=rewards.device)
+        refused = rewards.isinf() | (rewards.isnan() & models)  # infinite: of a reward model, or too large for float32
         if environments is not None or self.args.over_http:  # whatever a reward model makes of failed completions
             failed = [reason is not None for reason in answers.reasons(environments)]
-            rewards[self.accelerator.gather(torch.tensor(failed, device=rewards.device))] = torch.nan
-        if torch.isinf(rewards).any():  # of a reward model, or too large for float32
-            column = int(torch.isinf(rewards).any(dim=0).nonzero()[0])
+            has_failed = self.accelerator.gather(torch.tensor(failed, device=rewards.device))
+            rewards[has_failed], refused[has_failed] = torch.nan, False
+        if refused.any():
+            name = self.reward_func_names[int(refused.any(dim=0).nonzero()[0])]
             raise RewardError(
-                f"The reward function '{self.reward_func_names[column]}' returned an infinite reward. Return a finite "
-                "number, or None where it does not apply."
+                f"The reward '{name}' is infinite or NaN. Return a finite number, or None where it does not apply."
             )
         if self.group_rewards and not self.model.training:
             rewards = TRLAdapter(self).score_groups_of_evaluation(rewards, readings)

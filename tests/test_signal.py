@@ -186,10 +186,11 @@ def test_reinforce_ada_refuses_a_graded_function_before_anything_is_lost(tmp_pat
             make(LZEGRPOTrainer, tmp_path, **REWARDS[name], **counts)
 
 
-def test_an_infinite_reward_of_a_model_is_refused(tmp_path):
+@pytest.mark.parametrize("value", ["inf", "nan"])
+def test_an_infinite_reward_of_a_model_is_refused(tmp_path, value):
     trainer = make(LZEGRPOTrainer, tmp_path, tiny.reward_model)
-    trainer.reward_funcs[0].score.register_forward_hook(lambda module, given, scores: scores + float("inf"))
-    with pytest.raises(ValueError, match=f"'{trainer.reward_func_names[0]}' returned an infinite reward"):
+    trainer.reward_funcs[0].score.register_forward_hook(lambda module, given, scores: scores + float(value))
+    with pytest.raises(ValueError, match=f"'{trainer.reward_func_names[0]}' is infinite or NaN"):
         trainer._calculate_rewards([{}] * 2, ["1+1="] * 2, ["2"] * 2, [[4]] * 2)
 
 
