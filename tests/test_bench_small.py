@@ -209,14 +209,9 @@ def test_every_arm_trains_and_is_kept(arm, tmp_path, monkeypatch):
 
 
 def test_the_demo_with_a_language_model_tells_what_both_runs_came_to(tmp_path, monkeypatch):
-    lines = (
-        (CHECKOUT / "benchmarks" / "results" / "words_small" / "results.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
-    kept = {
-        result["settings"]["strategy"]: result for result in map(json.loads, lines) if result["settings"]["seed"] == 0
-    }
+    lines = (CHECKOUT / "benchmarks" / "results" / "words_float32" / "results.jsonl").read_text("utf-8").splitlines()
+    of_seed = [result for result in map(json.loads, lines) if result["settings"]["seed"] == 0]
+    kept = {result["settings"]["strategy"]: result for result in of_seed}
     monkeypatch.setattr(demo_llm, "read_results", lambda output: list(kept.values()))
     told = demo_llm.told(tmp_path)
     for strategy, name, line in zip(demo_llm.NAMES, ("plain TRL", "gate"), told[1:3], strict=True):

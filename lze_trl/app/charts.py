@@ -249,7 +249,7 @@ def history(run: Run, prompt_id: int) -> go.Figure:
     shown = {label: groups[column] for label, column in names.items()}
     stopped = groups["cause"] == "stopped"
     heading = f"History{' (hollow: stopped early)' if stopped.any() else ''}"
-    figure = lines(heading, shown, y_range=(0, max(1.0, run.meta.energy_max)))
+    figure = lines(heading, shown, y_range=(-0.05, 1.05 * max(1.0, run.meta.energy_max)))  # points at 0 are whole
     return figure.update_traces(marker_symbol=np.where(stopped, "circle-open", "circle"))
 
 

@@ -1,5 +1,6 @@
 """The runs that the app was given, or that lie below a folder it was given, by name. Nothing else can be opened."""
 
+import os
 import threading
 from pathlib import Path
 
@@ -65,8 +66,8 @@ class RunBook:
 def _runs_below(source: str) -> list[tuple[str, str]]:
     """Find names and folders of the runs in a folder; if there are none, the source itself (an empty folder or a Hub id)."""
     root, found = Path(source), []
-    for file in sorted(root.rglob(f"{DIRECTORY}/{META_FILE}")):
-        parts = file.relative_to(root).parts[:-2]
-        if not any(part.startswith((".", "checkpoint-")) for part in parts):
-            found.append(("/".join(parts) or root.resolve().name, str(file.parents[1])))
+    for folder, below, _ in os.walk(root):
+        if Path(folder, DIRECTORY, META_FILE).is_file():
+            found.append(("/".join(Path(folder).relative_to(root).parts) or root.resolve().name, folder))
+        below[:] = sorted(name for name in below if name != DIRECTORY and not name.startswith((".", "checkpoint-")))
     return found or [(root.resolve().name, source)]
