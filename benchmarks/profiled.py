@@ -16,12 +16,13 @@ from pathlib import Path
 
 from datasets import Dataset
 from rich.console import Console
+from transformers import AutoTokenizer
 
 from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
 from lze_trl.profile.rollout import profile
-from lze_trl.rewards import exact_match_reward
 
 from .comparison import Pairs, matched, pairs
+from .evaluation import exact_tokens
 from .jobs import Options, plan
 from .sections import Section
 from .settings import BenchError, write_text
@@ -43,10 +44,11 @@ def make_profile(
 ):
     """Roll out those of the prompts of a task that its profile in a folder lacks, by the model before training; see [`profile`]."""
     own = {"output_dir": str(folder.with_name(f"{task}-trainer")), "report_to": "none", "seed": 0}
+    training = TASKS[task].training
     trainer = LZEGRPOTrainer(
         model=str(files.model),
-        reward_funcs=exact_match_reward,
-        args=LZEGRPOConfig(**TASKS[task].training, **own, summary=False, telemetry=False),
+        reward_funcs=exact_tokens(AutoTokenizer.from_pretrained(files.model), training["max_completion_length"]),
+        args=LZEGRPOConfig(**training, **own, summary=False, telemetry=False),
         train_dataset=Dataset.from_list(rows),
     )
     profile(trainer, folder, COMPLETIONS, keep=keep)

@@ -438,7 +438,7 @@ def _machine(values: dict[str, Any]) -> str:
     return f"{text}, {values['at_once']} {'run' if values['at_once'] == 1 else 'runs'} at a time"
 
 
-_FAR = 4  # standard errors of a check by sampling
+_FAR, _LEAST = 4, 0.01  # standard errors of a check by sampling, and accuracy
 
 
 def _check(results: Sequence[dict[str, Any]]) -> str:
@@ -451,7 +451,7 @@ def _check(results: Sequence[dict[str, Any]]) -> str:
         f"{check['expected']:.3f}, sampled {check['mean']:.3f}"
         for result in results
         for check in result["checks"]
-        if abs(check["mean"] - check["expected"]) > _FAR * check["standard_error"]
+        if abs(check["mean"] - check["expected"]) > max(_FAR * check["standard_error"], _LEAST)
     ]
     far = f" **In {len(apart)} it differs by more than {_FAR} standard errors** ({'; '.join(apart)})." if apart else ""
     difference = sum(check["mean"] - check["expected"] for check in checks) / len(checks)

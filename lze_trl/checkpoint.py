@@ -224,10 +224,10 @@ def refuse_other_run(directory: str, run: dict[str, Any]):
     meta = refuse_non_checkpoint(directory)
     of_batch = ("num_processes", "reference_model", *OF_ROWS) if meta["mid_batch"] else ()
     for name in ("pruning", "planner", "draws_prompts", "streamed", *of_batch):
-        if meta.get(name) != run[name]:
+        if (written := meta.get(name, run[name])) != run[name]:
             where = " in the middle of a generation batch" if name in of_batch else ""
             raise CheckpointError(
-                f"`{directory}` was written{where} with `{name}={meta.get(name)!r}`, and this run has {run[name]!r}. Resume "
+                f"`{directory}` was written{where} with `{name}={written!r}`, and this run has {run[name]!r}. Resume "
                 "with the same settings, or start a new run in another `output_dir`, with `state_from`."
             )
 

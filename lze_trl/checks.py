@@ -55,19 +55,20 @@ def prepare(
     _refuse_unfit_object("controller", RolloutController, controller)
     _refuse_unfit_object("planner", Planner, planner)
     makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
-    columns = columns_of(train_dataset) if isinstance(train_dataset, (Dataset, IterableDataset)) else []
-    for name in (name for name in args.report_by or () if name not in columns):
+    readable = isinstance(train_dataset, (Dataset, IterableDataset))
+    columns = columns_of(train_dataset) if readable else []
+    for name in (name for name in args.report_by or () if name not in columns and (readable or train_dataset is None)):
         raise ValueError(
             f"`report_by` names the column {name!r}, which the training set lacks: it has {sorted({*columns} - {ID_COLUMN})}."
             f"{near(name, columns)} Name some of these, or leave it unset."
         )
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
-    if (
-        isinstance(train_dataset, IterableDataset) and args.shuffle_dataset
-    ):  # rows come in another order if they are mapped before
-        train_dataset = train_dataset.shuffle(seed=args.seed)
-    train_dataset = with_prompts_checked(train_dataset, "training set", given)
+    called = "training set"
+    if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:
+        # Before it is mapped, after which rows come in another order
+        train_dataset, called = train_dataset.shuffle(seed=args.seed), f"shuffled {called}"
+    train_dataset = with_prompts_checked(train_dataset, called, given)
     if controller is None:
         controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
         if own_sampler and isinstance(controller, Gate) and controller.hold == usual["hold"] != "nothing":

@@ -84,7 +84,6 @@ TRL_CHOICES = {
     "scale_rewards": ("group", "batch", "none", True, False, None),
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 """Settings of which TRL refuses other values once the first batch has been generated."""
 RANGES = {

@@ -441,7 +441,8 @@ class LZEGRPOTrainer(GRPOTrainer):
         if refused.any():
             name = self.reward_func_names[int(refused.any(dim=0).nonzero()[0])]
             raise RewardError(
-                f"The reward '{name}' is infinite or NaN. Return a finite number, or None where it does not apply."
+                f"The reward '{name}' is infinite or NaN. Return a finite number, or None where it does not apply; of a model, look at "
+                "its weights and its dtype."
             )
         if self.group_rewards and not self.model.training:
             rewards = TRLAdapter(self).score_groups_of_evaluation(rewards, readings)

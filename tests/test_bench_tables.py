@@ -17,7 +17,9 @@ from benchmarks.tasks import TASKS
 
 
 ROOT = Path(__file__).parents[1]
-KEPT = "words words_float32 words_rate few_words skills h100 h200 calculator addition profiled addition_shapes few_sums"
+KEPT = (
+    "words words_float32 words_rate few_words skills h100 h200 calculator addition profiled addition_shapes few_sums"
+)
 
 
 @pytest.mark.parametrize("name", KEPT.split())

@@ -116,6 +116,23 @@ def test_an_own_sampler_that_would_be_ignored_is_refused(tmp_path):
         make(tmp_path, Backwards, strategy="lze", pruning="refill")
 
 
+class Redraws(Loads):
+    def get_train_dataloader(self):
+        rows = [self.train_dataset[i] for i in (4, 4, 7, 2, 2) for _ in range(self.num_generations)]
+        return self.accelerator.prepare(DataLoader(rows, batch_size=self.args.generation_batch_size, collate_fn=list))
+
+    training_step = LZEGRPOTrainer.training_step
+
+
+@pytest.mark.parametrize("strategy", ["exact", "gate"])
+def test_an_own_loader_may_repeat_prompts_and_end_with_a_smaller_batch(tmp_path, strategy):
+    trainer = make(tmp_path, Redraws, strategy=strategy, max_steps=4)
+    batches = seen_prompts(trainer)
+    known = trainer.prompt_state["prompt_ids"]
+    assert len(set(known.tolist())) == len(known) and trainer.state.global_step == 4
+    assert {prompt for batch in batches for prompt in batch} == {f"{i}+{i * i}=" for i in (4, 7, 2)}
+
+
 def test_rows_of_an_own_loader_must_have_their_ids(tmp_path):
     trainer = make(tmp_path, Loads)
     vars(trainer)["train_dataset"] = tiny.prompts(11)

@@ -43,7 +43,6 @@ REFUSED = [
     ("scale_rewards", {**RPP, "scale_rewards": "group"}, {}),
     ("`scale_rewards` must be .* Did you mean 'group'", {"scale_rewards": "groups"}, {}),
     ("`importance_sampling_level` must be one of", {"importance_sampling_level": "sentence"}, {}),
-    ("`vllm_importance_sampling_mode` must be one of", {"vllm_importance_sampling_mode": "truncate"}, {}),
     ("multi_objective_aggregation", {**RPP, **NORMALIZED}, {}),
     ("loss_normalizer", {**RPP, "loss_normalizer": "all"}, {}),
     ("loss_normalizer", {**RPP, "strategy": "gate"}, {}),

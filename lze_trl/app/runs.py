@@ -67,7 +67,8 @@ def _runs_below(source: str) -> list[tuple[str, str]]:
     """Find names and folders of the runs in a folder; if there are none, the source itself (an empty folder or a Hub id)."""
     root, found = Path(source), []
     for folder, below, _ in os.walk(root):
-        if Path(folder, DIRECTORY, META_FILE).is_file():
+        below[:] = sorted(name for name in below if not name.startswith((".", "checkpoint-")))
+        if os.path.isfile(os.path.join(folder, DIRECTORY, META_FILE)):
             found.append(("/".join(Path(folder).relative_to(root).parts) or root.resolve().name, folder))
-        below[:] = sorted(name for name in below if name != DIRECTORY and not name.startswith((".", "checkpoint-")))
+            below.remove(DIRECTORY)
     return found or [(root.resolve().name, source)]

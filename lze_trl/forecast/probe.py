@@ -79,7 +79,7 @@ def refuse_processes(accelerator: Any, what: str):
 
 
 def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:
-    """Return random rows of the training set, and how many it has; of a stream the first rows, and 0."""
+    """Return random rows of the training set, and how many it has; of a stream those that a training reads first, and 0."""
     dataset = view.passes.dataset
     if view.passes.streamed:
         return list(view.train_dataset.take(count)), 0

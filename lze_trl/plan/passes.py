@@ -116,8 +116,9 @@ class Passes:
             self.stream.take(self.epoch, prompt_ids)
             return Plan(self.num_groups, self.epoch, self._with_distinct_ids(inputs, prompt_ids))
         if self.mode == "none" and not self.variable_group_size:
-            return Plan(self.num_groups, self.epoch, inputs)
-        return self._plan_of_rows(self.stream.rows_of(prompt_ids), self.stream.pass_index, self.epoch)
+            return Plan(len(prompt_ids), self.epoch, self._with_distinct_ids(inputs, prompt_ids))
+        _, first = np.unique(prompt_ids, return_index=True)
+        return self._plan_of_rows(self.stream.rows_of(prompt_ids[np.sort(first)]), self.stream.pass_index, self.epoch)
 
     def _plan_of_rows(self, rows: np.ndarray, pass_before: int, pass_index: int) -> Plan:
         """Plan rows of a pass, in the mode `"skip"` without those that the planner leaves out. It is asked once a pass."""
