@@ -43,6 +43,7 @@ def signalled(rank: int, step: int, numbers: list[int], pause: float = 0.0):
 
 def script(directory: Path, settings: dict):
     """Train, from the newest checkpoint if there is one, and write the weights."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` it is ignored
     signals._SAME, reward = 0.2, settings.pop("reward", (0, 9, []))
     trainer = tiny.make(directory / "run", reward_funcs=signalled(*reward), **SAVED | settings)
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(directory / "run"))
