@@ -199,10 +199,8 @@ class Evaluation:
             `dict[str, float]`: `mean`, and `standard_error`, the noise of the sampling.
         """
         passes = np.zeros(len(self.rows))
-        golds, reward = (
-            [row["solution"] for row in self.rows],
-            exact_tokens(self.tokenizer, self.max_completion_length),
-        )
+        golds = [row["solution"] for row in self.rows]
+        reward = exact_tokens(self.tokenizer, self.max_completion_length)
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(seed)
             for start in range(0, len(self.rows), _BATCH):
@@ -210,9 +208,8 @@ class Evaluation:
                 mask, tokens = sample_completions(
                     model, self.tokenizer, self.rows[part], samples, self.max_completion_length
                 )
-                scores = reward(
-                    self._up_to_the_end(tokens[:, mask.size(1) :]), np.repeat(golds[part], samples).tolist()
-                )
+                drawn = self._up_to_the_end(tokens[:, mask.size(1) :])
+                scores = reward(drawn, np.repeat(golds[part], samples).tolist())
                 passes[part] = np.array(scores).reshape(-1, samples).sum(axis=1)
         rates = passes / samples
         noise = (rates * (1.0 - rates)).sum() / (samples - 1)

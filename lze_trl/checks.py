@@ -55,9 +55,8 @@ def prepare(
     _refuse_unfit_object("controller", RolloutController, controller)
     _refuse_unfit_object("planner", Planner, planner)
     makes_prompts = bool(given.get("environment_factory"))  # by its `reset`
-    readable = isinstance(train_dataset, (Dataset, IterableDataset))
-    columns = columns_of(train_dataset) if readable else []
-    for name in (name for name in args.report_by or () if name not in columns and (readable or train_dataset is None)):
+    columns = columns_of(train_dataset) if isinstance(train_dataset, (Dataset, IterableDataset)) else []
+    for name in (name for name in args.report_by or () if name not in columns and (columns or train_dataset is None)):
         raise ValueError(
             f"`report_by` names the column {name!r}, which the training set lacks: it has {sorted({*columns} - {ID_COLUMN})}."
             f"{near(name, columns)} Name some of these, or leave it unset."
@@ -65,8 +64,7 @@ def prepare(
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     called = "training set"
-    if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:
-        # Before it is mapped, after which rows come in another order
+    if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:  # before a map, which changes the order
         train_dataset, called = train_dataset.shuffle(seed=args.seed), f"shuffled {called}"
     train_dataset = with_prompts_checked(train_dataset, called, given)
     if controller is None:
@@ -96,15 +94,6 @@ def prepare(
         )
     dataset, deduplicate = _with_prompt_ids(train_dataset, args, columns, not makes_prompts)
     return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, "window": window}
-
-
-def refuse_unknown_metric(args: LZEGRPOConfig, reward_names: list[str]):
-    """Refuse a `metric_for_best_model` of a reward that there is not, which would end the run at its first evaluation."""
-    found = re.search(r"rewards/(.+)/(mean|std)$", args.metric_for_best_model or "")
-    if found and found[1] not in reward_names:
-        raise ValueError(
-            f"`metric_for_best_model` is {args.metric_for_best_model!r}, and the rewards are {reward_names}. Name one of them."
-        )
 
 
 # ---- Contradictions ----
@@ -316,11 +305,15 @@ def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, has_planner: bool, samp
 def outcome_rule(
     args: LZEGRPOConfig, reward_funcs: list[Any], names: list[str], controller: RolloutController
 ) -> OutcomeRule:
-    """Decide how outcomes follow from rewards, by the settings and the reward functions. Reinforce-Ada counts passes."""
+    """Decide how outcomes follow from rewards, and refuse settings that name another reward. Reinforce-Ada counts passes."""
     if args.pass_reward not in (None, "total", *names):
         raise ValueError(
             f"`pass_reward={args.pass_reward!r}` is none of the reward functions {names}. Name one of them, or leave it "
             "unset for their weighted sum."
+        )
+    if (best := re.search(r"rewards/(.+)/(mean|std)$", args.metric_for_best_model or "")) and best[1] not in names:
+        raise ValueError(
+            f"`metric_for_best_model` is {args.metric_for_best_model!r}, and the rewards are {names}. Name one of them."
         )
     column = names.index(args.pass_reward) if args.pass_reward in names else None
     threshold, bounds, binary = args.pass_threshold, args.reward_range, False
@@ -338,10 +331,8 @@ def outcome_rule(
     return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
 
 
-def _with_prompt_ids(
-    rows: Any, args: LZEGRPOConfig, columns: list[str], needs_prompt: bool
-) -> tuple[Dataset | IterableDataset, bool]:
-    """Add prompt ids to a training set with these columns that fills a generation batch, and tell whether repeats were dropped."""
+def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, columns: list[str], needs_prompt: bool) -> tuple[Any, bool]:
+    """Add prompt ids to a training set with these columns, which must fill a generation batch; tells whether repeats were dropped."""
     if not isinstance(rows, (Dataset, IterableDataset)):
         return rows, False  # TRL refuses it
     # Groups that the rows have to fill: none where the model writes its prompts

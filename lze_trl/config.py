@@ -14,15 +14,7 @@ from .redaction import redacted
 from .rollout.controllers import DynamicSampling, Gate, ReinforceAda, RolloutController, UniformController
 from .select.advantages import Estimator
 from .select.selectors import Selector, make_selector
-from .settings import (
-    SETTING_BLOCKS,
-    TRL_CHOICES,
-    SelectorSettings,
-    SelfPlaySettings,
-    ServerSettings,
-    check_value,
-    filled,
-)
+from .settings import SETTING_BLOCKS, SelectorSettings, SelfPlaySettings, ServerSettings, check_value, filled
 from .strategies import DEFAULT, STRATEGIES, settings_of
 
 
@@ -36,6 +28,13 @@ CONTROLLERS: dict[str, type[RolloutController]] = {
 }
 PLANNERS: dict[str, type[Planner]] = {"solved": SolvedPlanner, "greso": GresoPlanner}
 
+_CHOICES = {
+    "loss_type": Literal[*LOSS_TYPES],
+    "scale_rewards": Literal["group", "batch", "none", True, False, None],
+    "importance_sampling_level": Literal["token", "sequence"],
+    "multi_objective_aggregation": Literal["sum_then_normalize", "normalize_then_sum"],
+}
+"""Settings of TRL of which it refuses other values once the first batch has been generated."""
 _TRL_FIELDS = {theirs.name for theirs in fields(GRPOConfig)}
 
 if TYPE_CHECKING:  # complete when `__post_init__` has run
@@ -313,11 +312,10 @@ class LZEGRPOConfig(GRPOConfig):
         """Refuse values of a wrong type or out of range."""
         hints = get_type_hints(type(self))
         for own in fields(self):
-            if own.name not in SETTING_BLOCKS:  # TRL's settings are checked by range alone
+            if own.name not in SETTING_BLOCKS:  # TRL's other settings are checked by range alone
                 is_own = own.name in LZEGRPOConfig.__annotations__.keys() - _TRL_FIELDS or own.name == "vllm_mode"
-                check_value(own.name, getattr(self, own.name), hints[own.name] if is_own else object)
-        for name, choices in TRL_CHOICES.items() | {("loss_type", LOSS_TYPES)}:
-            check_value(name, getattr(self, name), Literal[*choices])
+                hint = _CHOICES.get(own.name, hints[own.name] if is_own else object)
+                check_value(own.name, getattr(self, own.name), hint)
         if not all(map(math.isfinite, self.reward_weights or ())):
             raise ValueError(
                 f"`reward_weights` must be finite numbers, got {self.reward_weights}. Use 0 for no weight."

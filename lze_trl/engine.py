@@ -98,7 +98,7 @@ def side_effect_free_copy(trainer: GRPOTrainer, **changes: Any) -> Iterator[Any]
 
 @contextmanager
 def settings_for_trl(args: Any, **settings: Any) -> Iterator[None]:
-    """Replace settings within the block, so that TRL's constructor leaves to this package what the package does itself."""
+    """Replace settings within the block, so that TRL leaves to this package what the package does itself."""
     before = {name: vars(args)[name] for name in settings}
     vars(args).update(settings)
     try:

@@ -80,12 +80,6 @@ _THEIRS = {
     "[0, 4294967295]": "seed",
 }
 """Numeric settings of TRL and transformers, by their valid interval."""
-TRL_CHOICES = {
-    "scale_rewards": ("group", "batch", "none", True, False, None),
-    "importance_sampling_level": ("token", "sequence"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-}
-"""Settings of which TRL refuses other values once the first batch has been generated."""
 RANGES = {
     "": {
         "selection_ratio": "(0, 1]",

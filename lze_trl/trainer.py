@@ -90,10 +90,6 @@ class NamedSpace(TrackioCallback):
                 super().on_push_begin(args, *others, **kwargs)
 
 
-_ORDERING = ("_get_train_sampler", "get_train_dataloader")
-"""Methods by which a class of the user's own orders the prompts."""
-
-
 def _override(cls: type, *names: str) -> str | None:
     """Find the override of one of these methods by a class that is neither TRL's nor ours, as `Class.method`."""
     users = [c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer]
@@ -181,11 +177,11 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
             )
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        own_sampler = _override(type(self), *_ORDERING)
+        self._own_order = _override(type(self), "_get_train_sampler", "get_train_dataloader")
         kwargs |= zip([*inspect.signature(GRPOTrainer).parameters][4:], positional, strict=False)
         given = kwargs | {"instruction": instruction}
         train_dataset, controller, self.resolved = checks.prepare(
-            args, train_dataset, funcs, given, planner, controller, own_sampler, selector
+            args, train_dataset, funcs, given, planner, controller, self._own_order, selector
         )
         kwargs["eval_dataset"] = checks.with_prompts_checked(kwargs.get("eval_dataset"), "evaluation set", given)
         callables = [reader(func, lambda readings: None, list, True) for func in funcs]
@@ -196,7 +192,6 @@ class LZEGRPOTrainer(GRPOTrainer):
         with settings_for_trl(args, enable_jit_checkpoint=False, use_vllm=args.use_vllm and not args.over_http):
             super().__init__(model, None if reward_funcs is None else callables, args, train_dataset, **kwargs)
         checks.refuse_uneven_turns(args, self.accelerator, self.tools)
-        checks.refuse_unknown_metric(args, self.reward_func_names)
         recurring = train_dataset is not None
         if not recurring:
             vars(self)["train_dataset"] = placeholders(vars(self)["train_dataset"], controller)
@@ -290,7 +285,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             state=self.prompt_state,
             args=args,
             accelerator=self.accelerator,
-            by_loader=isinstance(prompts, IterableDataset) or _override(type(self), *_ORDERING) is not None,
+            by_loader=isinstance(prompts, IterableDataset) or self._own_order is not None,
         )
 
     @property
@@ -320,10 +315,10 @@ class LZEGRPOTrainer(GRPOTrainer):
                 "`self_play={'instruct': True}` takes its seeds from the `train_dataset` that the trainer was made with. Make a new "
                 "trainer with the other data."
             )
-        step, sampler = self.generation_step, _override(type(self), *_ORDERING)
+        step = self.generation_step
         given = {"rollout_func": self.rollout_func, "environment_factory": dataset is not None and self.environments}
         dataset, controller, resolved = checks.prepare(
-            self.args, dataset, self.reward_funcs, given, None, step.controller, sampler, step.selector
+            self.args, dataset, self.reward_funcs, given, None, step.controller, self._own_order, step.selector
         )
         for name in ("pruning", "window"):
             if resolved[name] != self.resolved[name]:
@@ -361,9 +356,7 @@ class LZEGRPOTrainer(GRPOTrainer):
     def _used_columns(self, dataset: Any) -> Any:
         """Return a training set with the columns that `remove_unused_columns` keeps, and its prompt ids."""
         # The names of a stream may be unknown
-        if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
-            return dataset
-        return self._remove_unused_columns(dataset, description="training")
+        return self._remove_unused_columns(dataset, "training") if isinstance(dataset, Dataset) else dataset
 
     def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset:
         # Differs from transformers: prompt ids and the columns of `report_by` are used
@@ -374,15 +367,13 @@ class LZEGRPOTrainer(GRPOTrainer):
         return dataset.select_columns(list(dict.fromkeys([*used, *kept])))
 
     def get_train_dataloader(self):
-        # Differs from TRL: the prompt id survives `remove_unused_columns`
-        args = copy.copy(self.args)
-        args.remove_unused_columns = False  # they are removed here
-        dataset = self._used_columns(self.train_dataset)
-        if isinstance(dataset, IterableDataset):
-            dataset = self.passes.stream
-        elif not self.passes.by_loader:
-            dataset = EmptyRows(len(dataset))
-        with patched_copy(self, args=args, train_dataset=dataset) as view:
+        # Differs from TRL: unused columns are removed here, and the prompt id stays
+        dataset: Any = self.passes.stream
+        if not self.passes.streamed:
+            rows = self.train_dataset
+            dataset = self._used_columns(rows) if self.passes.by_loader else EmptyRows(len(rows))
+        unchanged = settings_for_trl(self.args, remove_unused_columns=False)
+        with unchanged, patched_copy(self, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
@@ -441,8 +432,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         if refused.any():
             name = self.reward_func_names[int(refused.any(dim=0).nonzero()[0])]
             raise RewardError(
-                f"The reward '{name}' is infinite or NaN. Return a finite number, or None where it does not apply; of a model, look at "
-                "its weights and its dtype."
+                f"The reward '{name}' is infinite or NaN. Return a finite number, or None where it does not apply; for a model, check weights and dtype."
             )
         if self.group_rewards and not self.model.training:
             rewards = TRLAdapter(self).score_groups_of_evaluation(rewards, readings)
@@ -567,13 +557,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         rows = self.eval_dataset[rows] if isinstance(rows, str) else rows  # type: ignore[index]
         if not isinstance(rows, IterableDataset):
             return super().get_eval_dataloader(eval_dataset)
-        args, size, rows = copy.copy(self.args), self.num_generations_eval or 0, rows.shuffle(seed=self.args.seed)
-        vars(args).update(
-            dataloader_num_workers=0, dataloader_persistent_workers=False, dataloader_prefetch_factor=None
-        )
+        rows = StreamedRows(rows.shuffle(seed=self.args.seed), self.num_generations_eval or 0)
         self.accelerator.dataloader_config.dispatch_batches = False
-        with patched_copy(self, args=args) as view:
-            return super(LZEGRPOTrainer, view).get_eval_dataloader(StreamedRows(rows, size))
+        with settings_for_trl(
+            self.args, dataloader_num_workers=0, dataloader_persistent_workers=False, dataloader_prefetch_factor=None
+        ):
+            return super().get_eval_dataloader(rows)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any):
         # Differs from TRL: every prompt counts once in the metrics; and trackio's run, which TRL's timings need, is open outside of the

@@ -225,7 +225,7 @@ def test_no_two_classes_have_one_name():
     assert not {name for name, count in names.items() if count > 1}
 
 
-LINES = {"package": 20_604, "core": 15_072, "tests": 21_487}
+LINES = {"package": 20_568, "core": 15_432, "tests": 21_487}
 """Most lines of Python, scripts and styles. It goes down."""
 
 
@@ -234,7 +234,7 @@ def test_the_house_does_not_grow():
         kinds = ("*.py", "*.html", "*.js", "*.css")
         return sum(len(path.read_text("utf-8").splitlines()) for kind in kinds for path in folder.rglob(kind))
 
-    package, rooms = lines(PACKAGE), ("selfplay", "evaluation", "app", "job", "forecast", "profile")
+    package, rooms = lines(PACKAGE), ("selfplay", "evaluation", "app", "job", "forecast")
     core = package - sum(lines(PACKAGE / room) for room in rooms) - len((PACKAGE / "hub.py").read_text().splitlines())
     found = {"package": package, "core": core, "tests": lines(Path(__file__).parent)}
     assert all(found[name] <= most for name, most in LINES.items()), found

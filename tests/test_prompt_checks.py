@@ -109,7 +109,7 @@ def test_what_is_no_prompt_is_named_with_its_row_wherever_it_comes_in(tmp_path, 
         by_position(uneven(), dataset, tiny.tokenizer())
     with pytest.raises(ValueError, match=r"evaluation set has .* as the prompt of row 11\."):
         by_position(uneven(), dataset.to_iterable_dataset(), tiny.tokenizer()).evaluate()
-    with pytest.raises(ValueError, match=r"shuffled training set has .* as the prompt of row \d+\."):
+    with pytest.raises(ValueError, match=r"shuffled training set has .* as the prompt of row 11\."):
         tiny.run(tmp_path, dataset=dataset.to_iterable_dataset(), max_steps=4)
 
 

@@ -1,7 +1,7 @@
 """Prompt ids: content hashes, by which state survives filtering, merging and reordering of the data."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -66,10 +66,7 @@ def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
 
 
 def add_prompt_ids(
-    dataset: Dataset | IterableDataset,
-    deduplicate: bool = True,
-    needs_prompt: bool = True,
-    shown: list[str] | None = None,
+    dataset: Dataset | IterableDataset, deduplicate: bool = True, needs_prompt: bool = True, shown: Sequence[str] = ()
 ) -> Dataset | IterableDataset:
     """
     Add the column `lze_prompt_id`, and keep only the first row of each prompt, which is the content of its row, see
@@ -79,8 +76,7 @@ def add_prompt_ids(
     """
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
-    shown = columns_of(dataset) if shown is None else shown
-    if "prompt" not in shown and needs_prompt:
+    if "prompt" not in (shown := shown or columns_of(dataset)) and needs_prompt:
         raise ValueError(
             f"The training set has no `prompt` column, only {sorted(shown)}. Rename the column with the prompts to "
             "`prompt`, or load it with `lze_trl.data.load_prompts`."

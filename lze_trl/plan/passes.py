@@ -56,9 +56,7 @@ class Passes:
     args: Any  # settings
     accelerator: Accelerator
     window: int = 1  # batches to look ahead
-    by_loader: bool = (
-        False  # whether the data loader gives the rows: of a stream, or by a sampler or loader of the user's own
-    )
+    by_loader: bool = False  # whether the data loader gives the rows: of a stream, or in an order of the user's own
 
     def __post_init__(self):
         args = self.args
@@ -114,8 +112,7 @@ class Passes:
         """Plan the rows of the data loader, whose groups have these prompts, `(P,)`."""
         if self.streamed:
             self.stream.take(self.epoch, prompt_ids)
-            return Plan(self.num_groups, self.epoch, self._with_distinct_ids(inputs, prompt_ids))
-        if self.mode == "none" and not self.variable_group_size:
+        if self.streamed or (self.mode == "none" and not self.variable_group_size):
             return Plan(len(prompt_ids), self.epoch, self._with_distinct_ids(inputs, prompt_ids))
         _, first = np.unique(prompt_ids, return_index=True)
         return self._plan_of_rows(self.stream.rows_of(prompt_ids[np.sort(first)]), self.stream.pass_index, self.epoch)
@@ -182,8 +179,7 @@ class Passes:
         """Return the prompt of each group of the whole batch, shape `(P,)`, from the rows that the data loader gave each process."""
         if any(ID_COLUMN not in row for row in inputs):
             raise ValueError(
-                f"Rows of your data loader lack the column `{ID_COLUMN}`, which `trainer.train_dataset` has. Load from that data set, and "
-                "keep the column."
+                f"Rows of your data loader lack the column `{ID_COLUMN}`. Load `trainer.train_dataset`, and keep it."
             )
         own_ids = torch.tensor([row[ID_COLUMN] for row in inputs], device=self.accelerator.device)
         ids = self.accelerator.gather(own_ids).cpu().numpy()
