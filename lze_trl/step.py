@@ -201,7 +201,10 @@ class BatchPipeline:
             drawn = self._remember(drawn)
             if self.state.unseen is not None:
                 drawn = drawn.with_prompts(forecast=forecasts)
-            self._add_values(drawn)
+            if self.by_value is not None:  # of prompts that got no completion too
+                unbegun = drawn.facts.get("unbegun", ())
+                others = self.passes.load(unbegun) if len(unbegun) else []
+                drawn.facts["values"] = self.by_value.values_of(drawn, others, self.accelerator.process_index)
             change_in_bfloat16 = weight_change if in_bfloat16 else np.nan
             self.advice.see(drawn, drawn.prompts.cause, forecasts, engine.learning_rate, change_in_bfloat16)
             chosen = self._select(drawn, pending.wanted)
@@ -220,13 +223,6 @@ class BatchPipeline:
 
     def _rng(self, purpose: str) -> np.random.Generator:
         return keyed_rng(self.args.seed, self.batch_index, purpose)
-
-    def _add_values(self, drawn: Batch):
-        """Note the values of the columns in `report_by`, also those of prompts that got no completion."""
-        if self.by_value is not None:
-            unbegun = drawn.facts.get("unbegun", ())
-            rows = self.passes.load(unbegun) if len(unbegun) else []
-            drawn.facts["values"] = self.by_value.values_of(drawn, rows, self.accelerator.process_index)
 
     def _remember(self, drawn: Batch) -> Batch:
         """Score the groups, update the memory of their prompts, and return the batch with what is known of them."""

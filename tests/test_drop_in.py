@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback
 from trl import GRPOTrainer
@@ -223,8 +223,7 @@ def test_rewards_see_the_format_of_the_data_set(tmp_path, strategy):
 
 
 def test_other_training_data_is_trained_on(tmp_path):
-    trainer = make(tmp_path, strategy="dapo", max_steps=2)
-    trainer.train()
+    trainer = tiny.run(tmp_path, strategy="dapo", max_steps=2)
     visited = len(trainer.prompt_state)
     other = tiny.prompts(31).select(range(20, 31))
     trainer.train_dataset = other
@@ -242,6 +241,7 @@ def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path
         (tiny.prompts(2), "has 2 different prompts"),
         (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
         (None, "`train_dataset` is required"),
+        (DatasetDict(train=tiny.prompts(11)), r"is a dictionary of splits\. Pass one of them, by `\['train'\]`"),
     ):
         with pytest.raises(ValueError, match=error):
             trainer.train_dataset = other

@@ -98,7 +98,8 @@ class _Page:
         with gr.Row(elem_id="lze-head"):
             with gr.Column(scale=3, min_width=280):
                 self.standing = _html("standing")
-            self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200)
+            # Closed until `_begin` has answered, which would replace what is chosen before
+            self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200, interactive=False)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
         self.address = gr.HTML(html_template="<i></i>", js_on_load=_file("address.js"), elem_id="lze-address")
         self.tab = gr.State(TABS[0])
@@ -260,10 +261,10 @@ class _Page:
         if asked.get("run") not in (None, run):
             gr.Warning("The run of this address is not here. This is the latest one.")
         prompt = asked.get("prompt", "") if re.fullmatch(r"-?\d{1,19}", asked.get("prompt", "")) else ""
-        chosen = {"run": run, "prompt": prompt, "search": asked.get("search", "")}
-        given = {name: part.value for name, part in self.controls.items()} | chosen | {"runs": ids[:8]}
+        chosen = {"run": run, "prompt": prompt, "search": asked.get("search", ""), "runs": ids[:8]}
+        given = {name: part.value for name, part in self.controls.items()} | chosen
         begun = {self.controls[name]: value for name, value in chosen.items()}
-        begun |= {self.run: gr.update(choices=ids, value=run), self.runs: gr.update(choices=ids, value=ids[:8])}
+        begun |= {part: gr.update(choices=ids, value=begun[part], interactive=True) for part in (self.run, self.runs)}
         return begun | self._show(*given.values())
 
     def _version(self, given: dict[str, Any]) -> list[Any]:
