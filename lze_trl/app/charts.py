@@ -197,7 +197,7 @@ def _figure(heading: str, x_label: str, **layout: Any) -> go.Figure:
             "modebar_bgcolor": "rgba(0,0,0,0)",
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
-            "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
+            "legend": {"orientation": "h", "y": 0, "yanchor": "bottom", "yref": "container"},
             "uirevision": "same",  # a refresh keeps the reader's zoom
             **layout,
         }
