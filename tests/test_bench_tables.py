@@ -64,7 +64,7 @@ def test_a_run_whose_samples_contradict_its_accuracy_is_named(report):
     for one, sampled in zip(results, (0.503, 0.6), strict=True):
         one["checks"] = [{"step": 10, "expected": 0.5, "mean": sampled, "standard_error": 0.01}]
     assert (
-        "**In 1 it differs by more than 4 standard errors** (GRPO (TRL), seed 1: 0.500, sampled 0.600)"
+        "**In 1 it differs by more than 4 standard errors and 1 point** (GRPO (TRL), seed 1: 0.500, sampled 0.600)"
         in report(results)[0]
     )
 
