@@ -64,8 +64,7 @@ def prepare(
     if train_dataset is None and not makes_prompts:
         raise ValueError("`train_dataset` is required, unless an `environment_factory` makes the prompts.")
     if isinstance(train_dataset, dict):
-        splits = " or ".join(f"`[{name!r}]`" for name in train_dataset)
-        raise ValueError(f"`train_dataset` is a dictionary of splits. Pass one of them, by {splits}.")
+        raise ValueError(f"`train_dataset` is a dictionary of the splits {[*train_dataset]}. Pass one of them.")
     called = "training set"
     if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:  # before a map, which changes the order
         train_dataset, called = train_dataset.shuffle(seed=args.seed), f"shuffled {called}"

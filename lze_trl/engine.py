@@ -9,10 +9,9 @@ import copy
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
-from itertools import compress, groupby
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -288,18 +287,11 @@ class TRLAdapter:
             return f"`{need_whole_groups[0]}` is a model, a coroutine, or a reward of whole groups"
         return None
 
-    def with_prefixes(self, rows: list[dict[str, Any]], prompts: list[Any]) -> list[dict[str, Any]]:
-        """Add a column `thinking_prefix` to dataset rows, if a prompt opens the thinking once it is rendered."""
-        trainer, rendered = self._trainer, prompts
-        if is_conversational({"prompt": prompts[0]}):
-            template = trainer.chat_template or trainer.processing_class.chat_template
-            if self._parses_responses or template is None:
-                return rows  # TRL takes the thinking out of the content; without a template, a `rollout_func` makes the prompts
-            settings = {"chat_template": template, "tools": trainer.tools or None, **trainer.chat_template_kwargs}
-            settings |= {"tokenize": False, "add_generation_prompt": True}
-            render = partial(self.tokenizer.apply_chat_template, **settings)
-            rendered = [text for prompt, group in groupby(prompts) for text in [render(prompt)] * len([*group])]
-        prefixes = [thinking_prefix(prompt) for prompt in rendered]
+    def with_prefixes(self, rows: list[dict], prompts: list, prompt_ids: list[list[int]]) -> list[dict]:
+        """Add a column `thinking_prefix` to dataset rows, if the tokens of a prompt end in a mark that opens the thinking."""
+        if self._parses_responses and is_conversational({"prompt": prompts[0]}):
+            return rows  # TRL takes the thinking out of the content
+        prefixes = [thinking_prefix(end) for end in self.tokenizer.batch_decode([ids[-50:] for ids in prompt_ids])]
         if not any(prefixes):
             return rows
         return [row | {"thinking_prefix": prefix} for row, prefix in zip(rows, prefixes, strict=True)]
@@ -309,7 +301,7 @@ class TRLAdapter:
     ) -> torch.Tensor:
         """Score completions by plain reward functions on this process: `(n, F)`, NaN where not applicable."""
         trainer, prompts = self._trainer, [row["prompt"] for row in inputs]
-        rows = self.with_prefixes(without_internal_columns(inputs), prompts)
+        rows = self.with_prefixes(without_internal_columns(inputs), prompts, prompt_ids)
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
         columns |= {"prompts": prompts, "completion_ids": completion_ids}
         columns["completions"] = self._completions(prompts[0], prompt_ids, completion_ids)
@@ -339,7 +331,7 @@ class TRLAdapter:
             changes["environments"] = [trainer.environments[row]]
         trainer.answers.look_up([held["completion_ids"][row]], [held["prompt_ids"][row]])
         with patched_copy(trainer, **changes) as view:
-            arguments = ([held[name][row]] for name in ("input", "prompt", "completion", "completion_ids"))
+            arguments = ([copy.copy(held[name][row])] for name in ("input", "prompt", "completion", "completion_ids"))
             return view._calculate_rewards(*arguments).cpu().numpy()
 
     def prefetch(self, request: Request, foresight: Any = None):
@@ -411,7 +403,8 @@ class TRLAdapter:
         for column in may_fail:
             funcs[column] = checked(funcs[column], trainer.reward_func_names[column], may_fail=True)
         with patched_copy(trainer, reward_funcs=funcs) as view:
-            rewards = view._calculate_rewards(inputs, prompts, generated.completions, generated.completion_ids)
+            copies = [list(ids) for ids in generated.completion_ids]  # which a reward function may change
+            rewards = view._calculate_rewards(inputs, prompts, generated.completions, copies)
         reasons, ids = answers.reasons(trainer.environments), [int(row[ID_COLUMN]) for row in inputs]
         if of_episodes := failures(trainer.environments):
             trainer.episodes.observe(ids, prompts, of_episodes)
@@ -873,16 +866,9 @@ def sequence_logprobs(
     """Sum the log-probabilities of each completion's sampled tokens, `(count,)`; NaN if one is unknown, or −∞."""
     if logprobs is None:
         return np.full(count, np.nan)
-    sums = np.array([_sum_or_nan(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])
+    rows = ([*row] for row in (logprobs if masks is None else map(compress, logprobs, masks)))
+    sums = np.array([np.nan if None in row else float(sum(row)) for row in rows])  # vLLM reports NaN as `None`
     return np.where(np.isfinite(sums), sums, np.nan)
-
-
-def _sum_or_nan(values: Iterable[float | None]) -> float:
-    """Sum Python numbers: `sum` is faster than converting to NumPy. vLLM reports NaN as `None`."""
-    try:
-        return float(sum(values))  # type: ignore[arg-type]
-    except TypeError:
-        return math.nan
 
 
 def _fill_log_table(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:

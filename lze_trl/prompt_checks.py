@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -99,7 +100,9 @@ class Context:
     @cached_property
     def _frame(self) -> int:
         """Number of tokens around a conversation, such as a system prompt and tools."""
-        return self.count([[{"role": "user", "content": "?"}]])[0]
+        with suppress(Exception):  # of a template that needs more, such as a system message
+            return self.count([[{"role": "user", "content": "?"}]])[0]
+        return self.length
 
     def measured(self, prompts: Iterable[Any]) -> tuple[dict[int, int], int]:
         """

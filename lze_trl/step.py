@@ -74,8 +74,7 @@ class BatchPipeline:
             self.batch_index = self.batches_made
             self._prefetched = None
         self.accumulation = Accumulation()
-        self.batch = None
-        self.micro_step = 0
+        self.batch, self.micro_step = None, 0
         self._unfinished_at_last_step = False
 
     @property
@@ -245,7 +244,14 @@ class BatchPipeline:
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
         chosen_weights = self._weigh(drawn, rows, weights[rows])
-        layout = self._lay_out(drawn, rows, chosen_weights.chunk)
+        chunk, whole = chosen_weights.chunk, not self.passes.variable_group_size and len(rows) == drawn.num_rows
+        if self.args.packing:
+            lengths = drawn.prompt_tokens[rows], drawn.completion_tokens[rows]
+            layout = pack(*lengths, chunk, self.geometry, drawn.owner[rows])
+        elif whole:  # TRL's own batch, laid out as it does
+            layout = trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
+        else:
+            layout = unpacked(chunk, self.geometry)
         held = {n: v for n, v in drawn.held.items() if n not in RECORDED_ONLY and not n.startswith("extra.")}
         chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(chosen_weights)), held=held)
         chosen = chosen.moved(layout, self.accelerator)
@@ -289,16 +295,6 @@ class BatchPipeline:
         if normalize_over_all:
             return weights_of_part(weights, full_rows, drawn.facts["mean_tokens"], geometry, self._rng("steps"))
         return weights_of_chosen(drawn.loss_tokens[rows], weights, geometry, self._rng("steps"))
-
-    def _lay_out(self, drawn: Batch, rows: np.ndarray, chunk: np.ndarray) -> Layout:
-        """Lay the chosen rows out: packed; else as TRL does, where the batch is TRL's own; else in all micro-steps of their chunk."""
-        if self.args.packing:
-            return pack(
-                drawn.prompt_tokens[rows], drawn.completion_tokens[rows], chunk, self.geometry, drawn.owner[rows]
-            )
-        if not self.passes.variable_group_size and len(rows) == drawn.num_rows:
-            return trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
-        return unpacked(chunk, self.geometry)
 
     def _log(self, plan: Plan, drawn: Batch, chosen: np.ndarray, batch: Batch, engine: TRLAdapter):
         groups = drawn.prompts

@@ -117,22 +117,6 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     Takes all arguments of [`~trl.GRPOTrainer`], with an [`LZEGRPOConfig`] as `args`, and those below.
 
-    Example:
-
-    ```python
-    from datasets import load_dataset
-    from lze_trl import LZEGRPOConfig, LZEGRPOTrainer
-    from trl.rewards import accuracy_reward
-
-    trainer = LZEGRPOTrainer(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=accuracy_reward,
-        args=LZEGRPOConfig(generation_batch_size=512, gradient_accumulation_steps=64, selection_ratio=0.4),
-        train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
-    )
-    trainer.train()
-    ```
-
     Args:
         reward_funcs (`RewardFunc | list[RewardFunc]`): Reward functions. A `None` reward leaves the completion out; NaN and infinity are errors.
         train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]): Training set with a `prompt` column. Prompts of an iterable dataset are neither pruned nor deduplicated.
@@ -371,7 +355,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         dataset: Any = self.passes.stream
         if not self.passes.streamed:
             rows = self.train_dataset
-            dataset = self._used_columns(rows) if self.passes.by_loader else EmptyRows(len(rows))
+            dataset = self._used_columns(rows) if self.passes.by_loader else EmptyRows(range(len(rows)))
         unchanged = settings_for_trl(self.args, remove_unused_columns=False)
         with unchanged, patched_copy(self, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()
@@ -401,12 +385,12 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: reward functions do not see the prompt id, what they return is checked, and rewards of whole
         # groups are scored here in an evaluation; in training, once all rounds are there
         seen = [{name: value for name, value in row.items() if name != ID_COLUMN} for row in inputs]
-        seen = TRLAdapter(self).with_prefixes(seen, prompts)
         notes = self.reward_notes if self.model.training else None
         readings: dict[int, list] = {} if notes is None else notes.readings
         readings |= {column: [None] * len(inputs) for column in self.group_rewards}  # if all episodes have failed
         answers, environments = self.answers, self.environments
         answers.look_up(completion_ids_list)
+        seen = TRLAdapter(self).with_prefixes(seen, prompts, answers.prompts)
         if not self.model.training:
             answers.warn(inputs, prompts)
 

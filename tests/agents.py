@@ -1,5 +1,6 @@
 """Tools, environments and images for the tiny model: what it writes is scripted, so that it calls tools at all."""
 
+import copy
 import hashlib
 import random
 import string
@@ -130,6 +131,7 @@ def rows(count: int = 9, images: int = 0, environments: bool = False, texts: int
     columns: dict[str, list] = {
         "prompt": [[{"role": "user", "content": f"q{i % texts}"}] for i in range(count)],
         "start": list(range(count)),
+        "seen": [[i] for i in range(count)],
     }
     if images == 1:
         columns["image"] = [picture(i) for i in range(count)]
@@ -207,13 +209,14 @@ def show(a: int) -> list:
 
 
 class Counting:
-    """Starts at the number of its row, and ends above 15."""
+    """Starts at the number of its row, keeps a list of the row to itself, and ends above 15."""
 
+    __slots__ = ("seen", "total")
     resets = 0
 
     def reset(self, **row):
         type(self).resets += 1
-        self.total = row["start"]
+        self.total, self.seen = row["start"], row["seen"]
         return f" from {self.total}"
 
     def plus(self, a: int) -> str:
@@ -224,9 +227,10 @@ class Counting:
             a: The number.
         """
         self.total += a
+        self.seen.append(a)
         if self.total > 15:
-            raise ValueError("too much")
-        return str(self.total)
+            raise FileNotFoundError("too much")
+        return str(self.total) if len(self.seen) < 5 else "another episode was here"
 
 
 class Scored(Counting):
@@ -246,6 +250,7 @@ class Falling(Counting):
         Args:
             a: The number.
         """
+        copy.deepcopy(self).plus(a)
         self.total -= a
         return str(self.total)
 
@@ -265,5 +270,5 @@ class Owner(Scored):
 
     def reset(self, **row):
         type(self).resets += 1
-        self.total = (self.resets - 1) // 4
+        self.total, self.seen = (self.resets - 1) // 4, []
         return f" from {self.total}"

@@ -340,8 +340,9 @@ def test_an_episode_that_fails_while_it_is_rewarded_moves_no_other_reward():
     environments = [environment() for _ in range(4)]
     for total, one in enumerate(environments):
         one.total = total
-    reward = checked(lambda environments, **kwargs: [one.get_reward() for one in environments], "own")
-    assert reward(completions=[""] * 4, environments=environments, log_extra=print) == [0.0, None, 0.0, 1.0]
+    reward = checked(lambda completions, environments, log_extra: [one.get_reward() for one in environments], "own")
+    given = {"completions": [""] * 4, "environments": environments, "log_extra": print}
+    assert reward(**given, thinking_prefix=["<think>"] * 4) == [0.0, None, 0.0, 1.0]
 
 
 class Vote:  # of whole groups; a ballot says of which prompt it is
@@ -364,7 +365,9 @@ def test_a_failed_episode_has_no_vote(tmp_path, method):
 
 
 def test_where_all_episodes_have_failed_no_reward_function_is_called():
-    lost = SimpleNamespace(lze_guard=SimpleNamespace(failure="gone"))
+    environment = guarded(failing("reset", RuntimeError("gone")), None)
+    lost = environment()
+    lost.reset(start=1, seen=[])
     longest = checked(lambda completions, **kwargs: [max(map(len, completions))], "longest")
     assert longest(completions=["a"], environments=[lost], log_extra=print) == [None]
 

@@ -43,7 +43,7 @@ class Stop(TrainerCallback):
 def train(directory, servers, resume=False, callbacks=(), chat=False, reward=None, tokenizer=None, **settings):
     """Three batches of 6 prompts × 4 by vLLM servers."""
     chat, tokenizer = chat or tokenizer is not None, tokenizer or tiny.tokenizer()
-    if chat and "add_generation_prompt" not in tokenizer.chat_template:
+    if chat and "add_generation_prompt" not in str(tokenizer.chat_template):
         tokenizer.response_template = RESPONSE
     own = nodes_run.served(directory, *(server.url for server in servers))
     own |= {"generation_batch_size": 24, "max_steps": 6, "learning_rate": 1e-3}
@@ -169,8 +169,9 @@ def test_rewards_learn_that_the_chat_template_begins_the_thinking(serve, tmp_pat
         assert thinking_prefix == ["<think>\n"] * len(completions)
         return tiny.even_length_reward(completions)
 
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    tokenizer = tiny.tokenizer(tiny.ALPHABET.translate(str.maketrans("XYZ", "<>\n")))
+    begins = "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    tokenizer.chat_template = {"default": tokenizer.chat_template + begins}
     settings = {"overlap": "one_step", "eval_strategy": "steps", "eval_steps": 2}
     train(tmp_path, [serve(delays=(0.0, 0.05))], tokenizer=tokenizer, reward=thinks, **settings)
     assert threads[True] > 6 and threads[False]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -187,10 +188,6 @@ def in_shards(run: Path) -> Path:
     return checkpoint
 
 
-def of_lora(run: Path) -> Path:
-    return of_training(run, trainer={"peft_config": LoraConfig(r=2, target_modules=["q_proj"])})
-
-
 def of_fsdp(run: Path) -> Path:
     checkpoint = of_training(run)
     for old, new in (("model.safetensors", "pytorch_model_fsdp_0"), ("optimizer.pt", "optimizer_0")):
@@ -214,8 +211,8 @@ def of_deepspeed(run: Path) -> Path:
     return checkpoint
 
 
-def in_the_middle_of_a_batch(run: Path) -> Path:
-    return of_training(run, num_iterations=3, gradient_accumulation_steps=1)
+of_lora = partial(of_training, trainer={"peft_config": LoraConfig(r=2, target_modules=["q_proj"])})
+in_the_middle_of_a_batch = partial(of_training, num_iterations=3, gradient_accumulation_steps=1)
 
 
 @pytest.mark.parametrize("layout", [of_training, in_shards, of_lora, of_fsdp, of_deepspeed, in_the_middle_of_a_batch])

@@ -241,7 +241,7 @@ def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path
         (tiny.prompts(2), "has 2 different prompts"),
         (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
         (None, "`train_dataset` is required"),
-        (DatasetDict(train=tiny.prompts(11)), r"is a dictionary of splits\. Pass one of them, by `\['train'\]`"),
+        (DatasetDict(train=tiny.prompts(11)), r"is a dictionary of the splits \['train'\]\. Pass one of them"),
     ):
         with pytest.raises(ValueError, match=error):
             trainer.train_dataset = other

@@ -135,16 +135,8 @@ def with_another(model):
     model.base_model.set_adapter(["default", "other"])
 
 
-def with_a_norm(model):
-    model.get_base_model().model.norm.weight.requires_grad_(True)
-
-
 def nothing(model):
     pass
-
-
-def moves_base(model):
-    model.get_base_model().model.norm.weight.data += 0.5
 
 
 NOT_ALONE = {
@@ -152,9 +144,9 @@ NOT_ALONE = {
     "rank": ({"lora": 8}, {"rank_pattern": {"q_proj": 16}}, nothing, "takes no adapter of rank 16"),
     "modules": ({}, {"modules_to_save": ["lm_head"]}, nothing, r"'base_model.model.lm_head' \(ModulesToSave"),
     "two": ({}, {}, with_another, "2 adapters are active"),
-    "norm": ({}, {}, with_a_norm, r"'.*norm\.weight' is trained beside the LoRA adapter"),
+    "norm": ({}, {}, lambda model: model.get_base_model().model.norm.requires_grad_(True), r"'.*norm\.weight' is trained beside the LoRA adapter"),
     "target": ({"faults": [400]}, {}, nothing, "could not load the weights in .*answered 400.*fault 400 on"),
-    "another base": ({}, {}, moves_base, r"Without an adapter, the log-probs of .* differ from the trainer's by"),
+    "another base": ({}, {}, lambda model: model.get_base_model().model.norm.weight.data.add_(0.5), r"Without an adapter, the log-probs of .* differ from the trainer's by"),
 }  # fmt: skip
 
 

@@ -152,8 +152,10 @@ def test_the_auxiliary_loss_of_experts_is_a_mean_over_the_rows(tmp_path, loss_ty
 
 
 def test_a_reward_that_uses_columns_state_and_log(tmp_path, saved):
-    def reward(completions, level, trainer_state, log_extra, log_metric, **kwargs):
-        log_extra("level", level)
+    def reward(completions, completion_ids, level, trainer_state, log_extra, log_metric, **kwargs):
+        for ids, one in zip(completion_ids, level, strict=True):
+            log_extra("level", [one])
+            ids.clear()
         log_metric("seen", trainer_state.global_step)
         return [-abs(len(text) - wanted) / 10 for text, wanted in zip(completions, level, strict=True)]
 

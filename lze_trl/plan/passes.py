@@ -28,16 +28,10 @@ class Plan:
     skipped: np.ndarray = field(default_factory=NOTHING.copy)
 
 
-@dataclass
-class EmptyRows:
+class EmptyRows(list[int]):
     """Empty rows for a loader that only counts micro-steps, because the rows come from our order of the training set."""
 
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: Any) -> Any:
         return {}
 
 
@@ -164,10 +158,8 @@ class Passes:
         return self.load(np.append(own, np.repeat(rows[-1:], np.bincount(owner).max() - len(own))))
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Load dataset rows, each as a dictionary of its own."""
-        distinct, place = np.unique(rows, return_inverse=True)
-        loaded = self.dataset.__getitems__(distinct.tolist())
-        return [dict(loaded[i]) for i in place]
+        """Load dataset rows, one that is named twice as two that share nothing: a user's code may change them."""
+        return self.dataset.__getitems__(rows.tolist())
 
     def _with_distinct_ids(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
         """Give a prompt that the batch repeats another id, since state belongs to one group."""

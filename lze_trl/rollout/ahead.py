@@ -46,7 +46,7 @@ class LookAhead:
         prompts = [prompt for prompt, group in arrived.values() for _ in group]
         flat = [completion for _, group in arrived.values() for completion in group]
         inputs = self.rounds.passes.load(self.rows[places])
-        rewards = self.engine.score_rows(inputs, prompts, [completion.token_ids for completion in flat])
+        rewards = self.engine.score_rows(inputs, prompts, [[*completion.token_ids] for completion in flat])
         scored = self.rounds.score(rewards, self.engine.reward_weights.cpu(), 1)
         scored |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
         self._columns = {name: np.append(values, scored[name]) for name, values in self._columns.items()}

@@ -24,6 +24,7 @@ class Answers:
     def __init__(self, ends: Sequence[int], pad: int, limit: int = 0):
         self.ends, self.pad, self.limit = ends, pad, limit
         self.truncated: list[bool] = []  # of the completions that are scored next
+        self.prompts: list[list[int]] = []  # tokens of their prompts
         self._failed: list[str | None] = []  # why each has no tokens of its own: "" for an empty one
         self._seen: list[list[int]] = []
         self._noted: dict[tuple[int, ...], tuple[bool, str | None]] = {}  # where it is not what the last token shows
@@ -49,7 +50,8 @@ class Answers:
     def look_up(self, completions: list[list[int]], prompts: list[list[int]] | None = None, surplus: int = 0):
         """Look up the completions that are scored next; the last `surplus` ones only even out processes."""
         if prompts is not None or completions != self._seen:
-            pairs = zip(prompts or [[]] * len(completions), completions, strict=True)
+            self.prompts = prompts or [[]] * len(completions)
+            pairs = zip(self.prompts, completions, strict=True)
             reports = [self._noted.get((*prompt, *own), (self._is_cut(own), None)) for prompt, own in pairs]
             self.truncated, self._failed = [cut for cut, _ in reports], [failure for _, failure in reports]
             self._failed[len(reports) - surplus :] = [SURPLUS] * surplus

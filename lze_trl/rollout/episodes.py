@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 
 logger = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Episodes of one prompt that may fail in a row before the run ends."""
 
-_CLIENTS = ("httpx", "websockets", "aiohttp", "grpc")
-"""Libraries whose errors mean that a server was lost, and are not an `OSError`."""
+_CLIENTS = ("httpx", "websockets", "aiohttp", "grpc", "requests", "urllib3", "urllib", "socket")
+"""Libraries whose errors mean that a server was lost, unless they hold its answer."""
 
 
 class EpisodeError(RuntimeError):
@@ -36,16 +37,24 @@ def guarded(factory: Any, time_limit: float | None) -> Any:
     Return an `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has
     the reward `None`. With a `time_limit` in seconds, each runs in its own thread, and a call that takes longer fails.
     """
+    kept: list[Guard] = []  # as long as the factory is
+
+    def make(factory: Callable[[], Any]) -> Any:
+        worker = None if time_limit is None else Worker()
+        environment = factory() if worker is None else worker.call(factory)
+        kept.append(_GUARDS.setdefault(id(environment), Guard(environment, worker, time_limit)))
+        _guard_methods(type(environment))
+        return environment
+
     if isinstance(factory, dict):
-        return {name: guarded(one, time_limit) for name, one in factory.items()}
-    return lambda: Guard(factory, time_limit).environment
+        return {name: functools.partial(make, one) for name, one in factory.items()}
+    return functools.partial(make, factory)
 
 
 def failures(environments: Sequence[Any] | None) -> list[str | None]:
-    """Return why the episodes of some environments have failed, `None` for one that has not; empty without environments."""
-    # A column of the data may be called `environments`
-    guards = [getattr(environment, "lze_guard", None) for environment in environments or ()]
-    return [guard.failure for guard in guards if guard is not None]
+    """Return why the episodes of some environments have failed, `None` for one that has not; empty without any, as for a column of this name."""
+    guards = [_GUARDS.get(id(environment)) for environment in environments or ()]
+    return [None if guard is None else guard.failure for guard in guards] if any(guards) else []
 
 
 class Worker:
@@ -71,44 +80,33 @@ class Worker:
 
 
 class Guard:
-    """Calls the public methods of an environment, which it replaces on the object."""
+    """Calls the public methods of an environment."""
 
-    def __init__(self, factory: Callable[[], Any], time_limit: float | None):
-        self.time_limit = time_limit
+    def __init__(self, environment: Any, worker: Worker | None, time_limit: float | None):
+        self.environment, self._worker, self.time_limit = environment, worker, time_limit
         self.failure: str | None = None  # of the episode under way
         self._calling = False  # an environment may call its own methods
-        self._worker = None if time_limit is None else Worker()
-        self.environment = factory() if self._worker is None else self._worker.call(factory)
-        self.environment.lze_guard = self
-        for name, _ in inspect.getmembers(type(self.environment), inspect.isfunction):  # as TRL finds them
-            if not name.startswith("_"):
-                setattr(self.environment, name, self._guarded(name, getattr(self.environment, name)))
 
-    def _guarded(self, name: str, method: Callable) -> Callable:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._calling:
-                return method(*args, **kwargs)
-            if not self._is_running(name):
-                return None
-            self._calling = True
-            try:
-                return self._checked_result(name, self._within_limit(functools.partial(method, *args, **kwargs)))
-            except Exception as error:
-                return self._end_episode(name, error)
-            finally:
-                self._calling = False
+    def call(self, name: str, method: Callable[[], Any]) -> Any:
+        if self._calling:
+            return method()
+        if not self._is_running(name):
+            return None
+        self._calling = True
+        try:
+            return self._checked_result(name, self._within_limit(method))
+        except Exception as error:
+            return self._end_episode(name, error)
+        finally:
+            self._calling = False
 
-        @functools.wraps(method)
-        async def call_later(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_running(name):
-                return None
-            try:
-                return self._checked_result(name, await asyncio.wait_for(method(*args, **kwargs), self.time_limit))
-            except Exception as error:
-                return self._end_episode(name, error)
-
-        return call_later if inspect.iscoroutinefunction(method) else call
+    async def call_later(self, name: str, method: Callable[[], Any]) -> Any:
+        if not self._is_running(name):
+            return None
+        try:
+            return self._checked_result(name, await asyncio.wait_for(method(), self.time_limit))
+        except Exception as error:
+            return self._end_episode(name, error)
 
     def _is_running(self, name: str) -> bool:
         """Return whether the episode has not failed; `reset` begins another one."""
@@ -132,7 +130,9 @@ class Guard:
         return returned
 
     def _end_episode(self, name: str, error: Exception) -> None:
-        lost = isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS  # or out of time
+        answered = any(getattr(error, name, None) is not None for name in ("response", "status"))
+        of_client = type(error).__module__.partition(".")[0] in _CLIENTS and not answered
+        lost = of_client or isinstance(error, (ConnectionError, TimeoutError))
         if name not in ("reset", "get_reward") and not lost:
             raise error
         silent = f"longer than {self.time_limit:g} s" if isinstance(error, TimeoutError) else "no message"
@@ -141,6 +141,36 @@ class Guard:
 
     def _place(self, name: str) -> str:
         return f"`{type(self.environment).__name__}.{name}`"
+
+
+_GUARDS: WeakValueDictionary[int, Guard] = (
+    WeakValueDictionary()
+)  # by the `id` of an environment, which its guard keeps alive
+_GUARDED: WeakSet[type] = WeakSet()
+
+
+def _guard_methods(cls: type):
+    """Let public methods of a class go through the guard of their object, if it has one: a copy of an environment has none."""
+    for name, method in (
+        inspect.getmembers(cls, inspect.isfunction) if cls not in _GUARDED else ()
+    ):  # as TRL finds them
+        if not name.startswith("_") and not isinstance(inspect.getattr_static(cls, name), staticmethod):
+            setattr(cls, name, _through_guard(name, method))
+    _GUARDED.add(cls)
+
+
+def _through_guard(name: str, method: Callable) -> Callable:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound, guard = functools.partial(method, self, *args, **kwargs), _GUARDS.get(id(self))
+        return bound() if guard is None else guard.call(name, bound)
+
+    @functools.wraps(method)
+    async def call_later(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound, guard = functools.partial(method, self, *args, **kwargs), _GUARDS.get(id(self))
+        return await (bound() if guard is None else guard.call_later(name, bound))
+
+    return call_later if inspect.iscoroutinefunction(method) else call
 
 
 class Episodes:

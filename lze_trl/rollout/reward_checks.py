@@ -73,22 +73,32 @@ def checked(
     if isinstance(reward_func, nn.Module):
         return reward_func
 
-    def arguments(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Sequence[str | None]]:
+    def prepared(kwargs: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Any], list]]:
+        """Return the arguments of a call, and what makes rewards of its result."""
         reasons = reasons_now(kwargs.get("environments"))  # before the call, in which further episodes may fail
         given = _without_left_out(kwargs, reasons)
         note: Callable = given["log_extra"] if notes is None else notes.column
+        extra: dict[str, list] = defaultdict(list)
 
-        def log_extra(column: str, values: Iterable):
-            values = [values] if isinstance(values, (str, bytes)) else list(values)
-            if len(values) != len(given["completions"]):
-                raise RewardError(
-                    f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
-                    f"{len(given['completions'])} completions. Give it a list with one value for each completion."
-                )
-            note(column, of_all(values, reasons))
+        def log_extra(column: str, values: Iterable):  # as in TRL, in one call or several
+            extra[column] += [values] if isinstance(values, (str, bytes)) else values
 
-        own = {"log_extra": log_extra} | ({} if notes is None else {"log_metric": notes.metric})
-        return given | own, reasons
+        def rewards(returned: Any) -> list[float | None]:
+            for column, values in extra.items():
+                if len(values) != len(given["completions"]):
+                    raise RewardError(
+                        f"The reward function '{name}' gave `log_extra` {len(values)} values for the column {column!r} and "
+                        f"{len(given['completions'])} completions. Give it one value for each completion."
+                    )
+                note(column, of_all(values, reasons))
+            return of_all(_checked_scores(returned, name, given), reasons)
+
+        given = given | {"log_extra": log_extra} | ({} if notes is None else {"log_metric": notes.metric})
+        try:
+            inspect.signature(reward_func).bind(**given)
+        except (TypeError, ValueError):  # a function without `**kwargs` need not know our column
+            given.pop("thinking_prefix", None)
+        return given, rewards
 
     @contextmanager
     def noted():
@@ -102,16 +112,14 @@ def checked(
 
     def guarded(*args, **kwargs):
         with noted():
-            given, reasons = arguments(kwargs)
-            returned = reward_func(*args, **given) if given["completions"] else []
-            return of_all(_checked_scores(returned, name, given), reasons)
+            given, rewards = prepared(kwargs)
+            return rewards(reward_func(*args, **given) if given["completions"] else [])
         return [FAILED] * len(kwargs["completions"])
 
     async def guarded_later(*args, **kwargs):
         with noted():
-            given, reasons = arguments(kwargs)
-            returned = await reward_func(*args, **given) if given["completions"] else []
-            return of_all(_checked_scores(returned, name, given), reasons)
+            given, rewards = prepared(kwargs)
+            return rewards(await reward_func(*args, **given) if given["completions"] else [])
         return [FAILED] * len(kwargs["completions"])
 
     return guarded_later if is_async(reward_func) else guarded
