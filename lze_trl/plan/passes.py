@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from datasets import Dataset, IterableDataset
 
 from ..memory.identity import ID_COLUMN, distinct_ids, prompts_of_groups
@@ -69,10 +70,8 @@ class Passes:
             return
         ids = np.asarray(self.dataset.with_format("numpy")[ID_COLUMN][:], dtype=np.int64)
         stream_type = PromptStream if self.mode == "refill" else SamplerOrder
-        first_order = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset)
-        self.stream = stream_type(
-            self.planner, self.state, ids, args.seed, first_order, args.shuffle_dataset, self.window
-        )
+        order = sampler_order(len(ids), args.seed, 0, args.shuffle_dataset), args.shuffle_dataset, self.window
+        self.stream = stream_type(self.planner, self.state, ids, args.seed, *order)
         if self.state.unseen is not None:
             self._columns = [name for name in args.report_by or () if name in self.dataset.column_names]
             has_transform = self.dataset.format["type"] == "custom"  # which may need other columns
@@ -87,8 +86,7 @@ class Passes:
 
     def restart(self) -> bool:
         """Prepare another `train()`. Returns whether it begins with the first pass again, as TRL's sampler does."""
-        begins_again = isinstance(self.stream, (SamplerOrder, StreamedRows))
-        if begins_again:
+        if begins_again := isinstance(self.stream, (SamplerOrder, StreamedRows)):
             self.stream.restart()
         return begins_again
 
@@ -158,8 +156,10 @@ class Passes:
         return self.load(np.append(own, np.repeat(rows[-1:], np.bincount(owner).max() - len(own))))
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Load dataset rows, one that is named twice as two that share nothing: a user's code may change them."""
-        return self.dataset.__getitems__(rows.tolist())
+        """Load dataset rows, each read once. Repeats share no list, dictionary or tensor: a user's code may change them."""
+        distinct, place = np.unique(rows, return_inverse=True)
+        loaded = self.dataset.__getitems__(distinct.tolist())
+        return [recursively_apply(torch.Tensor.clone, loaded[i]) for i in place]
 
     def _with_distinct_ids(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
         """Give a prompt that the batch repeats another id, since state belongs to one group."""
