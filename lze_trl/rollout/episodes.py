@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakSet, finalize
 
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,13 @@ def guarded(factory: Any, time_limit: float | None) -> Any:
     Return an `environment_factory` whose environments do not raise in `reset` and `get_reward`: a failed episode has
     the reward `None`. With a `time_limit` in seconds, each runs in its own thread, and a call that takes longer fails.
     """
-    kept: list[Guard] = []  # as long as the factory is
 
     def make(factory: Callable[[], Any]) -> Any:
         worker = None if time_limit is None else Worker()
         environment = factory() if worker is None else worker.call(factory)
-        kept.append(_GUARDS.setdefault(id(environment), Guard(environment, worker, time_limit)))
+        _GUARDS.setdefault(id(environment), Guard(environment, worker, time_limit))
+        if type(environment).__weakrefoffset__:
+            finalize(environment, _GUARDS.pop, id(environment), None)
         _guard_methods(type(environment))
         return environment
 
@@ -83,7 +84,9 @@ class Guard:
     """Calls the public methods of an environment."""
 
     def __init__(self, environment: Any, worker: Worker | None, time_limit: float | None):
-        self.environment, self._worker, self.time_limit = environment, worker, time_limit
+        self._name, self._worker, self.time_limit = type(environment).__name__, worker, time_limit
+        # No other object may get the `id` of one whose end cannot be seen
+        self._kept = None if type(environment).__weakrefoffset__ else environment
         self.failure: str | None = None  # of the episode under way
         self._calling = False  # an environment may call its own methods
 
@@ -140,20 +143,17 @@ class Guard:
         self.failure = f"{self._place(name)} raised {type(error).__name__}: {what}"
 
     def _place(self, name: str) -> str:
-        return f"`{type(self.environment).__name__}.{name}`"
+        return f"`{self._name}.{name}`"
 
 
-_GUARDS: WeakValueDictionary[int, Guard] = (
-    WeakValueDictionary()
-)  # by the `id` of an environment, which its guard keeps alive
+_GUARDS: dict[int, Guard] = {}  # by the `id` of an environment
 _GUARDED: WeakSet[type] = WeakSet()
 
 
 def _guard_methods(cls: type):
     """Let public methods of a class go through the guard of their object, if it has one: a copy of an environment has none."""
-    for name, method in (
-        inspect.getmembers(cls, inspect.isfunction) if cls not in _GUARDED else ()
-    ):  # as TRL finds them
+    methods = [] if cls in _GUARDED else inspect.getmembers(cls, inspect.isfunction)  # as TRL finds them
+    for name, method in methods:
         if not name.startswith("_") and not isinstance(inspect.getattr_static(cls, name), staticmethod):
             setattr(cls, name, _through_guard(name, method))
     _GUARDED.add(cls)
