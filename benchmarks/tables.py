@@ -453,11 +453,8 @@ def _check(results: Sequence[dict[str, Any]]) -> str:
         for check in result["checks"]
         if abs(check["mean"] - check["expected"]) > max(_FAR * check["standard_error"], _LEAST)
     ]
-    far = (
-        f" **In {len(apart)} it differs by more than {_FAR} standard errors and 1 point** ({'; '.join(apart)})."
-        if apart
-        else ""
-    )
+    limit, named = f"{_FAR} standard errors and {100 * _LEAST:.0f} point", "; ".join(apart)
+    far = f" **In {len(apart)} it differs by more than {limit}** ({named})." if apart else ""
     difference = sum(check["mean"] - check["expected"] for check in checks) / len(checks)
     error = math.sqrt(sum(check["standard_error"] ** 2 for check in checks)) / len(checks)
     return (

@@ -68,7 +68,7 @@ def prepare(
     called = "training set"
     if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:  # before a map, which changes the order
         train_dataset, called = train_dataset.shuffle(seed=args.seed), f"shuffled {called}"
-    train_dataset = with_prompts_checked(train_dataset, called, given)
+    train_dataset = with_prompts_checked(train_dataset, called, given, columns)
     if controller is None:
         controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
         if own_sampler and isinstance(controller, Gate) and controller.hold == usual["hold"] != "nothing":
@@ -94,7 +94,7 @@ def prepare(
             f"`{own_sampler}` orders the prompts, and would be ignored: with `pruning='refill'`, a controller that draws prompts, or "
             "`self_play={'instruct': True}` they have an order of their own. Set `pruning='skip'` or 'none', and with a gate `hold='nothing'`, or remove it."
         )
-    dataset, deduplicate = _with_prompt_ids(train_dataset, args, columns, not makes_prompts)
+    dataset, deduplicate = _with_prompt_ids(train_dataset, args, columns)
     return dataset, controller, {"pruning": pruning, "deduplicate": deduplicate, "window": window}
 
 
@@ -233,9 +233,16 @@ def _refuse_unfit_object(name: str, kind: Any, value: Any):
     raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
-def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any]) -> Any:
-    """Refuse rows without a prompt, unless an environment or a `rollout_func` reads them. Streams are checked later."""
-    if given.get("environment_factory") or given.get("rollout_func"):
+def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any], columns: list[str] | None = None) -> Any:
+    """Refuse data without a column `prompt` (`columns`, if known), and rows without a prompt unless a `rollout_func` reads them; those of streams later."""
+    if given.get("environment_factory"):  # makes the prompts
+        return dataset
+    if isinstance(dataset, (Dataset, IterableDataset)):
+        columns = columns_of(dataset) if columns is None else columns
+        if columns and "prompt" not in columns:
+            advice = "Rename the column with the prompts to `prompt`, or load it with `lze_trl.data.load_prompts`."
+            raise ValueError(f"The {called} has no `prompt` column, only {sorted(columns)}. {advice}")
+    if given.get("rollout_func"):
         return dataset
 
     def check(prompt: Any, row: int) -> dict[str, Any]:
@@ -296,12 +303,11 @@ def _resolved_pruning(args: LZEGRPOConfig, dataset: Any, has_planner: bool, samp
             "Selection works; for the rest, load the dataset without streaming."
         )
         return args.pruning or "none"
-    if has_planner or args.pruning is not None:
-        return args.pruning or "refill"
-    if args.loss_normalizer == "selected" and sampler is not None:
+    if has_planner or args.pruning is not None or args.loss_normalizer != "selected":
+        return args.pruning or ("refill" if has_planner else "none")
+    if sampler is not None:
         logger.warning("`%s` orders the prompts, so `pruning` is off: it would change the order.", sampler)
-        return "none"
-    return "refill" if args.loss_normalizer == "selected" else "none"
+    return "refill" if sampler is None else "none"
 
 
 def outcome_rule(
@@ -333,7 +339,7 @@ def outcome_rule(
     return OutcomeRule(column, threshold, None if bounds is None else (bounds[0], bounds[1]), binary)
 
 
-def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, columns: list[str], needs_prompt: bool) -> tuple[Any, bool]:
+def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, columns: list[str]) -> tuple[Any, bool]:
     """Add prompt ids to a training set with these columns, which must fill a generation batch; tells whether repeats were dropped."""
     if not isinstance(rows, (Dataset, IterableDataset)):
         return rows, False  # TRL refuses it
@@ -341,7 +347,7 @@ def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, columns: list[str], needs_p
     num_groups = 0 if args.self_play["instruct"] else args.generation_batch_size // args.num_generations
     deduplicate = bool(args.deduplicate)
     with args.main_process_first(desc="prompt ids"):
-        dataset = add_prompt_ids(rows, deduplicate, needs_prompt, columns)
+        dataset = add_prompt_ids(rows, deduplicate, columns)
         if isinstance(dataset, IterableDataset):
             return dataset, False
         if deduplicate and len(dataset) < num_groups <= len(rows):  # plain TRL can train on these rows
@@ -350,7 +356,7 @@ def _with_prompt_ids(rows: Any, args: LZEGRPOConfig, columns: list[str], needs_p
                 "another prompt. Use a smaller `generation_batch_size`, to give each prompt one group.",
                 *(len(rows), len(dataset), num_groups),
             )
-            dataset, deduplicate = add_prompt_ids(rows, False, needs_prompt, columns), False
+            dataset, deduplicate = add_prompt_ids(rows, False, columns), False
     if dropped := len(rows) - len(dataset):
         logger.warning("Dropped %d of %d rows that repeat others. `deduplicate=False` keeps them.", dropped, len(rows))
     refuse_too_few(dataset, args)

@@ -9,7 +9,7 @@ import copy
 import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import compress
 from typing import Any, NamedTuple
@@ -383,12 +383,11 @@ class TRLAdapter:
         self, request: Request, foresight: Any = None, may_fail: Sequence[int] = ()
     ) -> tuple[dict[str, list], dict[str, np.ndarray], torch.Tensor]:
         """
-        Generate and score the completions of a request. While they come in, the `foresight` says what the next round
-        will ask for. Reward functions and TRL's metrics do not see the unwanted rows of the request. The reward
-        functions at the columns `may_fail` may raise.
+        Generate and score the completions of a request. While they come in, the `foresight` says what the next round will ask for. Reward
+        functions and TRL's metrics do not see the unwanted rows of the request. The reward functions at the columns `may_fail` may raise.
 
-        Returns held columns of this process; numbers of its completions that all processes will know, int64 or float64;
-        and the rewards of all processes, shape `(B, F)`, NaN where not applicable.
+        Returns held columns of this process; numbers of its completions that all processes will know, int64 or float64; and the rewards of
+        all processes, shape `(B, F)`, NaN where not applicable.
         """
         trainer, answers, inputs = self._trainer, self._trainer.answers, request[0]
         surplus = self._surplus(request)
@@ -481,6 +480,8 @@ class TRLAdapter:
         def roll_out_and_fill(prompts: list, view: Any) -> dict[str, Any]:
             output = trainer.rollout_func(prompts, view)
             if {"prompt_ids", "completion_ids", "logprobs"} <= output.keys():  # else TRL refuses it
+                tokens = ("prompt_ids", "completion_ids")  # as lists, which may come as arrays or tensors
+                output = output | {name: [[*map(int, ids)] for ids in output[name]] for name in tokens}
                 answers.fill(output["prompt_ids"], output["completion_ids"], output["logprobs"])
             return output
 
@@ -551,9 +552,8 @@ class TRLAdapter:
         self, drawn: Batch, chosen: Batch, rows: np.ndarray, uniform_groups: bool, packed: bool
     ) -> dict[str, Any]:
         """
-        Let TRL make the tensors of the chosen `rows` of `drawn`, int64 `(n,)`, that this process holds. Advantages and
-        metrics follow from all that was drawn. `uniform_groups` are plain TRL's; `packed` uses the micro-batches of the
-        layout.
+        Let TRL make the tensors of the chosen `rows` of `drawn`, int64 `(n,)`, that this process holds. Advantages and metrics follow from
+        all that was drawn. `uniform_groups` are plain TRL's; `packed` uses the micro-batches of the layout.
         """
         trainer, held_rows = self._trainer, rows[chosen.held["row"]]
         # TRL computes advantages of groups of one size, by one estimator, and counts an abstaining group reward as 0
@@ -866,9 +866,16 @@ def sequence_logprobs(
     """Sum the log-probabilities of each completion's sampled tokens, `(count,)`; NaN if one is unknown, or −∞."""
     if logprobs is None:
         return np.full(count, np.nan)
-    rows = ([*row] for row in (logprobs if masks is None else map(compress, logprobs, masks)))
-    sums = np.array([np.nan if None in row else float(sum(row)) for row in rows])  # vLLM reports NaN as `None`
+    sums = np.array([_sum_or_nan(row) for row in (logprobs if masks is None else map(compress, logprobs, masks))])
     return np.where(np.isfinite(sums), sums, np.nan)
+
+
+def _sum_or_nan(values: Iterable[float | None]) -> float:
+    """Sum Python numbers: `sum` is faster than converting to NumPy. vLLM reports NaN as `None`."""
+    try:
+        return float(sum(values))  # type: ignore[arg-type]
+    except TypeError:
+        return math.nan
 
 
 def _fill_log_table(table: dict[str, Any], batch: Batch, with_images: bool) -> dict[str, Any]:

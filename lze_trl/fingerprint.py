@@ -7,9 +7,8 @@ from torch.distributed.tensor import DTensor
 
 def fingerprint(model: nn.Module, without: str | None = None) -> list[int]:
     """
-    Fingerprint the weights and buffers that this process holds, sharded or not; without those with `without` in their
-    names. It depends on every bit, so it also changes with updates through `.data`, which PyTorch's version counters
-    miss.
+    Fingerprint the weights and buffers that this process holds, sharded or not; without those with `without` in their names. It depends on
+    every bit, so it also changes with updates through `.data`, which PyTorch's version counters miss.
     """
     hashes: list[torch.Tensor] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -200,7 +200,7 @@ class BatchPipeline:
             drawn = self._remember(drawn)
             if self.state.unseen is not None:
                 drawn = drawn.with_prompts(forecast=forecasts)
-            if self.by_value is not None:  # of prompts that got no completion too
+            if self.by_value is not None:  # also for prompts without completions
                 unbegun = drawn.facts.get("unbegun", ())
                 others = self.passes.load(unbegun) if len(unbegun) else []
                 drawn.facts["values"] = self.by_value.values_of(drawn, others, self.accelerator.process_index)
@@ -244,14 +244,13 @@ class BatchPipeline:
     def _pack(self, drawn: Batch, rows: np.ndarray, weights: np.ndarray, engine: TRLAdapter) -> Batch:
         """Decide where each chosen row is computed, move it there, and let TRL build its tensors."""
         chosen_weights = self._weigh(drawn, rows, weights[rows])
-        chunk, whole = chosen_weights.chunk, not self.passes.variable_group_size and len(rows) == drawn.num_rows
         if self.args.packing:
             lengths = drawn.prompt_tokens[rows], drawn.completion_tokens[rows]
-            layout = pack(*lengths, chunk, self.geometry, drawn.owner[rows])
-        elif whole:  # TRL's own batch, laid out as it does
+            layout = pack(*lengths, chosen_weights.chunk, self.geometry, drawn.owner[rows])
+        elif not self.passes.variable_group_size and len(rows) == drawn.num_rows:  # TRL's own batch
             layout = trl_layout(self._slots(drawn), drawn.owner, drawn.shuffled, self.geometry)
         else:
-            layout = unpacked(chunk, self.geometry)
+            layout = unpacked(chosen_weights.chunk, self.geometry)
         held = {n: v for n, v in drawn.held.items() if n not in RECORDED_ONLY and not n.startswith("extra.")}
         chosen = replace(drawn, rows=drawn.rows.take(rows).with_columns(**vars(chosen_weights)), held=held)
         chosen = chosen.moved(layout, self.accelerator)

@@ -214,7 +214,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         self, planner: Planner, controller: RolloutController, selector: Selector, instruction: Any, recurring: bool
     ):
         """Give every part of a generation batch what it needs."""
-        args, dataset = self.args, self._used_columns(self.train_dataset)
+        args, dataset = self.args, self._remove_unused_columns(self.train_dataset)
         rule = checks.outcome_rule(args, self.reward_funcs, self.reward_func_names, controller)
         self.prompt_state = make_state(args, dataset, rule, planner, self.resolved, recurring)
         prompt_writer: Any = None
@@ -312,7 +312,7 @@ class LZEGRPOTrainer(GRPOTrainer):
                 )
         self.resolved = resolved
         dataset, step.advice.left_out = self._fitting(dataset, "training set")
-        self.passes = self._passes_over(self._used_columns(dataset), self.passes.planner, controller)
+        self.passes = self._passes_over(self._remove_unused_columns(dataset), self.passes.planner, controller)
         step.replace_passes(self.passes)
         return dataset
 
@@ -337,14 +337,9 @@ class LZEGRPOTrainer(GRPOTrainer):
             checks.refuse_too_few(dataset, args)
         return dataset, left_out
 
-    def _used_columns(self, dataset: Any) -> Any:
-        """Return a training set with the columns that `remove_unused_columns` keeps, and its prompt ids."""
-        # The names of a stream may be unknown
-        return self._remove_unused_columns(dataset, "training") if isinstance(dataset, Dataset) else dataset
-
-    def _remove_unused_columns(self, dataset: Dataset, description: str | None = None) -> Dataset:
-        # Differs from transformers: prompt ids and the columns of `report_by` are used
-        if not self.args.remove_unused_columns:
+    def _remove_unused_columns(self, dataset: Any, description: str | None = "training") -> Any:
+        # Differs from transformers: prompt ids and the columns of `report_by` are used, and a stream stays, whose names may be unknown
+        if not (self.args.remove_unused_columns and isinstance(dataset, Dataset)):
             return dataset
         used = super()._remove_unused_columns(dataset, description).column_names
         kept = [name for name in (ID_COLUMN, *(self.args.report_by or ())) if name in dataset.column_names]
@@ -355,7 +350,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         dataset: Any = self.passes.stream
         if not self.passes.streamed:
             rows = self.train_dataset
-            dataset = self._used_columns(rows) if self.passes.by_loader else EmptyRows(range(len(rows)))
+            dataset = self._remove_unused_columns(rows) if self.passes.by_loader else EmptyRows([{}] * len(rows))
         unchanged = settings_for_trl(self.args, remove_unused_columns=False)
         with unchanged, patched_copy(self, train_dataset=dataset) as view:
             return super(LZEGRPOTrainer, view).get_train_dataloader()

@@ -83,14 +83,14 @@ def prompts(count: int, conversational: bool = False) -> Dataset:
 
 
 def fixed_rollouts(prompts, trainer, length=None):
-    """A `rollout_func` by prompt, place in the group and step, not by chance: `length` tokens, by default 1 to 5."""
+    """A `rollout_func` by prompt, place in the group and step, not by chance: `length` tokens, by default 1 to 5, as tensors."""
     encode, rank = trainer.processing_class, trainer.accelerator.process_index
     completions = []
     for i, prompt in enumerate(prompts):
         place = (rank * len(prompts) + i) % trainer.num_generations
         digest = hashlib.sha256(f"{prompt}|{place}|{trainer.state.global_step}".encode()).digest()
         count = 1 + digest[0] % 5 if length is None else length
-        completions.append([4 + byte % (len(encode) - 4) for byte in digest[1 : 1 + count]])
+        completions.append(torch.tensor([4 + byte % (len(encode) - 4) for byte in digest[1 : 1 + count]]))
     return {
         "prompt_ids": encode(prompts)["input_ids"],
         "completion_ids": completions,

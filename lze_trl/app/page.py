@@ -98,7 +98,7 @@ class _Page:
         with gr.Row(elem_id="lze-head"):
             with gr.Column(scale=3, min_width=280):
                 self.standing = _html("standing")
-            # Closed until `_begin` has answered, which would replace what is chosen before
+            # Disabled until `_begin` has answered, since its answer would replace an earlier choice
             self.run = gr.Dropdown(ids, value=None, label="Run", elem_id="lze-run", min_width=200, interactive=False)
             self.live = gr.Checkbox(True, label="Live", min_width=100, scale=0)
         self.address = gr.HTML(html_template="<i></i>", js_on_load=_file("address.js"), elem_id="lze-address")

@@ -66,22 +66,16 @@ def distinct_ids(prompt_ids: np.ndarray) -> np.ndarray:
 
 
 def add_prompt_ids(
-    dataset: Dataset | IterableDataset, deduplicate: bool = True, needs_prompt: bool = True, shown: Sequence[str] = ()
+    dataset: Dataset | IterableDataset, deduplicate: bool = True, shown: Sequence[str] = ()
 ) -> Dataset | IterableDataset:
     """
-    Add the column `lze_prompt_id`, and keep only the first row of each prompt, which is the content of its row, see
-    [`prompt_id`], or its own `prompt_id`. A format or transform stays, and the row before it counts. Without
-    `deduplicate`, repeats get other ids; an iterable dataset keeps repeated ones. `needs_prompt` is off where an
-    environment makes prompts of other columns. `shown` are the columns that rows show, if they are known.
+    Add the column `lze_prompt_id`, and keep only the first row of each prompt, which is the content of its row, see [`prompt_id`], or its own
+    `prompt_id`. A format or transform stays, and the row before it counts. Without `deduplicate`, repeats get other ids; an iterable dataset
+    keeps repeated ones. `shown` are the columns that rows show, for a stream whose names are unknown.
     """
     if isinstance(dataset, Dataset) and len(dataset) == 0:
         raise ValueError("The training set is empty. Check the split, the filters and `limit` it was loaded with.")
-    if "prompt" not in (shown := shown or columns_of(dataset)) and needs_prompt:
-        raise ValueError(
-            f"The training set has no `prompt` column, only {sorted(shown)}. Rename the column with the prompts to "
-            "`prompt`, or load it with `lze_trl.data.load_prompts`."
-        )
-    columns = dataset.column_names or shown
+    columns = dataset.column_names or shown or columns_of(dataset)
     answer = next((name for name in _ANSWER_COLUMNS if name in columns), None)
 
     if isinstance(dataset, IterableDataset):

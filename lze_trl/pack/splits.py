@@ -23,10 +23,9 @@ class Capacity:
 
 def split(prompts: np.ndarray, completions: np.ndarray, capacity: Capacity, cost: float, most: int) -> list[int]:
     """
-    Split sorted rank rows (a row for each process, of which `prompts` and `completions` are the longest, `(H,)`) into
-    runs with the fewest tokens in all, where a run costs `cost` further ones. Returns the boundaries, from 0 to H. If
-    at most `most` runs cannot hold them, the capacity grows; if more would be cheapest, a run costs as much more as it
-    takes.
+    Split sorted rank rows (a row for each process, of which `prompts` and `completions` are the longest, `(H,)`) into runs with the fewest
+    tokens in all, where a run costs `cost` further ones. Returns the boundaries, from 0 to H. If at most `most` runs cannot hold them, the
+    capacity grows; if more would be cheapest, a run costs as much more as it takes.
     """
     if fewest_runs(prompts, completions, capacity) > most:
         capacity *= _least_factor(lambda factor: fewest_runs(prompts, completions, capacity * factor) <= most)

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply
 from datasets import Dataset, IterableDataset
 
 from ..memory.identity import ID_COLUMN, distinct_ids, prompts_of_groups
 from ..memory.state import PromptState
 from ..prompt_checks import text_of
 from .planners import Planner
-from .stream import NOTHING, GrowingStream, PromptStream, SamplerOrder, StreamedRows, sampler_order
+from .stream import NOTHING, GrowingStream, PromptStream, SamplerOrder, StreamedRows, sampler_order, separate_copy
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Plan:
     skipped: np.ndarray = field(default_factory=NOTHING.copy)
 
 
-class EmptyRows(list[int]):
+class EmptyRows(list[dict[str, Any]]):
     """Empty rows for a loader that only counts micro-steps, because the rows come from our order of the training set."""
 
     def __getitem__(self, index: Any) -> Any:
@@ -156,10 +155,10 @@ class Passes:
         return self.load(np.append(own, np.repeat(rows[-1:], np.bincount(owner).max() - len(own))))
 
     def load(self, rows: np.ndarray) -> list[dict[str, Any]]:
-        """Load dataset rows, each read once. Repeats share no list, dictionary or tensor: a user's code may change them."""
+        """Load dataset rows, each read once. One that is named several times comes as separate copies."""
         distinct, place = np.unique(rows, return_inverse=True)
         loaded = self.dataset.__getitems__(distinct.tolist())
-        return [recursively_apply(torch.Tensor.clone, loaded[i]) for i in place]
+        return [separate_copy(loaded[i]) for i in place]
 
     def _with_distinct_ids(self, inputs: list[dict[str, Any]], prompt_ids: np.ndarray) -> list[dict[str, Any]]:
         """Give a prompt that the batch repeats another id, since state belongs to one group."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import recursively_apply
 from torch.utils.data import IterableDataset
 
 from ..batch import section
@@ -23,7 +24,15 @@ from .planners import Planner, checked_ranks
 logger = logging.getLogger(__name__)
 
 NOTHING = np.empty(0, dtype=np.int64)  # no rows, ids or counts
+_ARRAY = "__array_interface__"  # of NumPy's arrays, and of images
 _RECHECKED = 0.1  # share of the prompts forecast dead at the end of a pass that are rolled out all the same
+
+
+def separate_copy(row: dict[str, Any]) -> dict[str, Any]:
+    """Copy a dataset row, with its lists, dictionaries, tensors, arrays and images: a user's code may change them in place."""
+    return recursively_apply(
+        copy.deepcopy, row, test_type=lambda value: hasattr(value, _ARRAY) or torch.is_tensor(value)
+    )
 
 
 class PromptStream:
@@ -271,7 +280,7 @@ class StreamedRows(IterableDataset):
             yield from repeat({}, self._trained * self.repeats * self.num_groups * self.group_size)
             self._trained = 0
         while len(batch := list(islice(rows, self.num_groups))) == self.num_groups:
-            made = [copy.deepcopy(row) for row in batch for _ in range(self.group_size)] * self.repeats
+            made = [separate_copy(row) for row in batch for _ in range(self.group_size)] * self.repeats
             self.given += len(made)
             yield from made
 

@@ -60,8 +60,7 @@ class Recorder:
     ):
         """
         Record a generation batch by the columns of its prompts and rows, none of them if pruning has left nothing. The
-        [`~lze_trl.batch.Batch`] has the dataset rows and completions of this process. `facts` are further fields of
-        [`GenerationRecord`].
+        [`~lze_trl.batch.Batch`] has the dataset rows and completions of this process. `facts` are further fields of [`GenerationRecord`].
         """
         if prompts:
             prompts, rows = self._with_text(prompts, rows, batch, generation)

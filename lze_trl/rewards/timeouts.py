@@ -53,10 +53,7 @@ _this_thread = _State()
 
 @contextmanager
 def budget(seconds: float | None = None) -> Iterator[None]:
-    """
-    Within this block, let answers share so many seconds, by default `BATCH_SECONDS`. When these are used up, each answer still has
-    `SURE_SECONDS`.
-    """
+    """Within this block, let answers share so many seconds, by default `BATCH_SECONDS`. When these are used up, each answer still has `SURE_SECONDS`."""
     before, _this_thread.left = _this_thread.left, BATCH_SECONDS if seconds is None else seconds
     try:
         yield

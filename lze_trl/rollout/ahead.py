@@ -14,10 +14,9 @@ _COLUMNS = ("group", "scores", "rewards", "signals", "logprobs")
 
 class LookAhead:
     """
-    Asks a controller that decides on each group by its own completions what it will want next, as soon as these are
-    there, so that no group waits for the slowest completion of its round. The round is then scored as if nothing had
-    been asked ahead: a wrong forecast costs time, and changes no result. `drawn` are the rounds before the `pending`
-    one.
+    Asks a controller that decides on each group by its own completions what it will want next, as soon as these are there, so that no group
+    waits for the slowest completion of its round. The round is then scored as if nothing had been asked ahead: a wrong forecast costs time,
+    and changes no result. `drawn` are the rounds before the `pending` one.
     """
 
     def __init__(self, rounds: Any, pending: Any, drawn: Batch, engine: Any):

@@ -63,12 +63,11 @@ class RolloutController(ABC):
 
     def probabilities(self, round: int, prompts: Prompts, drawn: Batch) -> np.ndarray | None:
         """
-        Return, if the controller draws by chance, the probability with which this round draws completions for each
-        group, float of shape `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
+        Return, if the controller draws by chance, the probability with which this round draws completions for each group, float of shape
+        `(P,)`, above 0 where `draw` asks for some; `None` where chance decides nothing.
 
-        In a prompt's first round this is the probability that it is begun, in a later one that its group is completed: the last such
-        round counts. NaN: the round decides nothing about the prompt. A prompt drawn with probability p counts 1 / p in statistics
-        and forecasts.
+        In a prompt's first round this is the probability that it is begun, in a later one that its group is completed: the last such round
+        counts. NaN: the round decides nothing about the prompt. A prompt drawn with probability p counts 1 / p in statistics and forecasts.
         """
         return None
 

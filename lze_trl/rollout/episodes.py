@@ -7,9 +7,11 @@ ends the episode as well.
 """
 
 import asyncio
+import errno
 import functools
 import inspect
 import logging
+import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -24,8 +26,9 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3
 """Episodes of one prompt that may fail in a row before the run ends."""
 
-_CLIENTS = ("httpx", "websockets", "aiohttp", "grpc", "requests", "urllib3", "urllib", "socket")
-"""Libraries whose errors mean that a server was lost, unless they hold its answer."""
+_LOST = re.compile("Connection(Error|Closed)|Timeout|gaierror|URLError|MaxRetry|ProtocolError|NetworkError|Chunk|Rpc")
+"""Names of exceptions of Python, requests, urllib3, httpx, aiohttp, websockets and grpc, which say that a server was lost."""
+_UNREACHABLE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 
 
 class EpisodeError(RuntimeError):
@@ -41,9 +44,8 @@ def guarded(factory: Any, time_limit: float | None) -> Any:
     def make(factory: Callable[[], Any]) -> Any:
         worker = None if time_limit is None else Worker()
         environment = factory() if worker is None else worker.call(factory)
-        _GUARDS.setdefault(id(environment), Guard(environment, worker, time_limit))
-        if type(environment).__weakrefoffset__:
-            finalize(environment, _GUARDS.pop, id(environment), None)
+        if id(environment) not in _GUARDS:  # a factory may return one object again and again
+            _GUARDS[id(environment)] = Guard(environment, worker, time_limit)
         _guard_methods(type(environment))
         return environment
 
@@ -53,7 +55,7 @@ def guarded(factory: Any, time_limit: float | None) -> Any:
 
 
 def failures(environments: Sequence[Any] | None) -> list[str | None]:
-    """Return why the episodes of some environments have failed, `None` for one that has not; empty without any, as for a column of this name."""
+    """Return why the episodes of some environments have failed, `None` for one that has not; nothing for a data column called `environments`."""
     guards = [_GUARDS.get(id(environment)) for environment in environments or ()]
     return [None if guard is None else guard.failure for guard in guards] if any(guards) else []
 
@@ -85,8 +87,10 @@ class Guard:
 
     def __init__(self, environment: Any, worker: Worker | None, time_limit: float | None):
         self._name, self._worker, self.time_limit = type(environment).__name__, worker, time_limit
-        # No other object may get the `id` of one whose end cannot be seen
-        self._kept = None if type(environment).__weakrefoffset__ else environment
+        try:
+            finalize(environment, _GUARDS.pop, id(environment), None)
+        except TypeError:  # it takes no weak reference; kept alive, so that no other object gets its `id`
+            self._kept = environment
         self.failure: str | None = None  # of the episode under way
         self._calling = False  # an environment may call its own methods
 
@@ -133,9 +137,9 @@ class Guard:
         return returned
 
     def _end_episode(self, name: str, error: Exception) -> None:
-        answered = any(getattr(error, name, None) is not None for name in ("response", "status"))
-        of_client = type(error).__module__.partition(".")[0] in _CLIENTS and not answered
-        lost = of_client or isinstance(error, (ConnectionError, TimeoutError))
+        answered = any(getattr(error, answer, None) is not None for answer in ("response", "status"))
+        names = " ".join(cls.__name__ for cls in type(error).__mro__)
+        lost = not answered and (_LOST.search(names) or getattr(error, "errno", None) in _UNREACHABLE)
         if name not in ("reset", "get_reward") and not lost:
             raise error
         silent = f"longer than {self.time_limit:g} s" if isinstance(error, TimeoutError) else "no message"

@@ -23,12 +23,11 @@ class GateGuard:
     """
     Tests after every batch whether a gate pays, and has all groups drawn whole as long as it does not.
 
-    Live groups are cheaper with the gate if, and only if, what it stops would give fewer of them for each further
-    completion than λ, what its own completions give. This is estimated from groups that chance has drawn whole; each
-    represents 1 / probability groups. Capital is bet against what the guard believes, by a factor of 1 + bet · evidence
-    for each prompt (arXiv 2010.09686), and never falls below 1: an e-detector (arXiv 2203.03532). As long as the belief
-    is right, the capital takes at least c batches on average to reach c, however often one looks. A run begins with the gate.
-    Without `on`, the gate always decides, and only the metrics are kept.
+    Live groups are cheaper with the gate if, and only if, what it stops would give fewer of them for each further completion than λ, what
+    its own completions give. This is estimated from groups that chance has drawn whole; each represents 1 / probability groups. Capital is
+    bet against what the guard believes, by a factor of 1 + bet · evidence for each prompt (arXiv 2010.09686), and never falls below 1: an
+    e-detector (arXiv 2203.03532). As long as the belief is right, the capital takes at least c batches on average to reach c, however often
+    one looks. A run begins with the gate. Without `on`, the gate always decides, and only the metrics are kept.
     """
 
     def __init__(self, on: bool = True):
@@ -122,9 +121,8 @@ def guard_evidence(
     gate: Gate, state: PromptState, drawn: Batch, start: np.ndarray, completion: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """
-    Return `seen`, `started` and `whole` for [`GateGuard.update`], `(P,)` each, from the probabilities with which
-    prompts were started and groups completed; without the latter all were drawn whole, and the gate says what it would
-    have done.
+    Return `seen`, `started` and `whole` for [`GateGuard.update`], `(P,)` each, from the probabilities with which prompts were started and
+    groups completed; without the latter all were drawn whole, and the gate says what it would have done.
     """
     if completion is not None:
         return start * completion, (drawn.sizes > 0).astype(np.float64), (completion > 0).astype(np.float64)

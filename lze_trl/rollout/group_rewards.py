@@ -91,10 +91,9 @@ def score_groups(
     final: bool = True,
 ) -> tuple[dict[int, np.ndarray], dict[str, float]]:
     """
-    Score all groups, the same on every process: process g mod W scores group g. `rewards` and `readings` go by the
-    column of the reward function; `group`, and `has_episode`, false where it has failed, have shape `(B,)`. Returns the
-    rewards of each column, `(B,)`, NaN for `None`; and metrics as means over the groups, with the share of the
-    commonest winner.
+    Score all groups, the same on every process: process g mod W scores group g. `rewards` and `readings` go by the column of the reward
+    function; `group`, and `has_episode`, false where it has failed, have shape `(B,)`. Returns the rewards of each column, `(B,)`, NaN for
+    `None`; and metrics as means over the groups, with the share of the commonest winner.
     """
     columns: dict[int, np.ndarray] = {}
     metrics: dict[str, float] = {}

@@ -81,7 +81,7 @@ def checked(
         extra: dict[str, list] = defaultdict(list)
 
         def log_extra(column: str, values: Iterable):  # as in TRL, in one call or several
-            extra[column] += [values] if isinstance(values, (str, bytes)) else values
+            extra[column].extend([values] if isinstance(values, (str, bytes)) else values)
 
         def rewards(returned: Any) -> list[float | None]:
             for column, values in extra.items():

@@ -217,10 +217,7 @@ class Rounds:
         return self._with_estimates(self._joined_rounds(parts, pending.plan, engine, final=True), pending)
 
     def _collect(self, pending: Pending, engine: Any) -> Batch | None:
-        """
-        Return the scored completions of a round, those of all processes; `None` if a reward function that got parts of groups
-        compares completions.
-        """
+        """Return the scored completions of a round, those of all processes; `None` if a reward function that got parts of groups compares completions."""
         may_fail = self.comparing.asked(pending.generation) if pending.in_parts else []
         held, numbers, rewards_per_func = engine.generate_and_score(pending.request, pending.ahead, may_fail)
         group = np.repeat(np.arange(len(pending.counts)), pending.counts)
