@@ -21,7 +21,7 @@ from .memory.identity import ID_COLUMN, add_prompt_ids, columns_of
 from .memory.outcomes import OutcomeRule
 from .names import near
 from .plan.planners import Planner
-from .prompt_checks import PROMPTS, is_prompt, prompts_of
+from .prompt_checks import PROMPTS, are_messages, is_prompt, prompts_of
 from .rollout.controllers import Gate, ReinforceAda, RolloutController, is_plain
 from .rollout.group_rewards import GroupReward
 from .select.selectors import Selector
@@ -244,13 +244,12 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any], colum
             raise ValueError(f"The {called} has no `prompt` column, only {sorted(columns)}. {advice}")
     if given.get("rollout_func"):
         return dataset
+    shows = {"image", "images"}.intersection(columns or ())
 
     def check(prompt: Any, row: int) -> dict[str, Any]:
-        if not is_prompt(prompt):
-            raise ValueError(
-                f"The {called} has {repr(prompt)[:200]} as the prompt of row {row}. {PROMPTS} Mend the row, or leave such rows out "
-                "(`dataset.filter`)."
-            )
+        if not (is_prompt(prompt) or (shows and prompt and are_messages(prompt))):
+            advice = f"{PROMPTS} Mend the row, or leave such rows out (`dataset.filter`)."
+            raise ValueError(f"The {called} has {repr(prompt)[:200]} as the prompt of row {row}. {advice}")
         return {}
 
     if isinstance(dataset, dict):

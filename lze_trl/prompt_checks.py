@@ -19,7 +19,7 @@ _MARGIN = 8  # tokens that a tokenizer may add to a text
 
 PROMPTS = (
     "A prompt is a text that is not empty, or a list of messages, each with a `role` and a `content` (text, blocks, or null beside "
-    "`tool_calls`), at least one of them not empty."
+    "`tool_calls`), at least one of them not empty, or with an image."
 )
 """The allowed prompts, in words for errors."""
 

@@ -127,9 +127,9 @@ def picture(number: int) -> Image.Image:
 
 
 def rows(count: int = 9, images: int = 0, environments: bool = False, texts: int = 3) -> Dataset:
-    """Prompts of some texts, with what tells them apart: where to start, and pictures."""
+    """Prompts of some texts, the first none beside its pictures; and what tells them apart: where to start, and pictures."""
     columns: dict[str, list] = {
-        "prompt": [[{"role": "user", "content": f"q{i % texts}"}] for i in range(count)],
+        "prompt": [[{"role": "user", "content": f"q{i % texts}" if i or not images else ""}] for i in range(count)],
         "start": list(range(count)),
         "seen": [[i] for i in range(count)],
     }

@@ -74,8 +74,7 @@ CASES = [
     ("train good.yaml --learning_rate", "--learning_rate"),
     ("train good.yaml --learning_rate fast", "--learning_rate"),
     ("train good.yaml --num_generations four", "--num_generations"),
-    ("train good.yaml --selection_ratio 2", "`selection_ratio`"),
-    ("train good.yaml --selection_ratio 2 --dry_run", "`selection_ratio`"),
+    *((f"train good.yaml --selection_ratio 2{also}", "`selection_ratio`") for also in ("", " --dry_run")),
     ("forecast good.yaml --selection_ratio 2", "`selection_ratio`"),
     ("train good.yaml --num_generations 1", "`num_generations` must be in [2"),
     *(
@@ -88,7 +87,7 @@ CASES = [
     ),
     ("train good.yaml --strategy lzee", "--strategy"),
     ("train good.yaml --optim adamm", "--optim"),
-    ("train good.yaml --report_to wandbb", "wandbb"),
+    *((f"train good.yaml --report_to wandbb{also}", "wandbb") for also in ("", " --dry_run")),
     ('train good.yaml --model_init_kwargs {"token":"hf_canary"', "`model_init_kwargs`"),
     ("train good.yaml --model_init_kwargs [1]", "`model_init_kwargs`"),
     ('train good.yaml --model_init_kwargs {"tokken":"hf_canary"}', "'tokken'"),

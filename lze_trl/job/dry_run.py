@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+from transformers.integrations import get_reporting_integration_callbacks
 from trl import ModelConfig
 from trl.trainer.utils import get_callable_name
 
@@ -43,6 +44,8 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     """Describe in words what a run trains on, and refuse what the run would refuse."""
     if args.state_from is not None:
         find_state(resolve(args.state_from, STATE_FILES))
+    for callback in get_reporting_integration_callbacks(args.report_to):
+        callback()  # refuses what is not installed
     given = trainer_arguments(script_args, args, model_args)
     init_kwargs: Any = args.model_init_kwargs
     rows, funcs, held_out = given["train_dataset"], given["reward_funcs"], given["eval_dataset"]
@@ -64,12 +67,11 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     batches = math.ceil(steps * args.gradient_accumulation_steps / iterated_steps)
     drawn, trained = (batches * count for count in most_completions(args, controller))
     plain = batches * args.generation_batch_size
-    weights = args.reward_weights or [1.0] * len(funcs)
+    weighted = zip(reward_names, args.reward_weights or [1.0] * len(funcs), strict=False)
     facts = {
         "model": str(model_args.model_name_or_path),
         "strategy": in_force(args, controller, resolved),
-        "rewards": ", ".join(f"{name} × {weight:g}" for name, weight in zip(reward_names, weights, strict=False))
-        or "of the environment",
+        "rewards": ", ".join(f"{name} × {weight:g}" for name, weight in weighted) or "of the environment",
         "generation": backend(args),
         "prompts": f"written by the model, from {len(dataset):,} seeds"
         if writes
@@ -82,9 +84,8 @@ def describe(script_args: LZEScriptArguments, args: LZEGRPOConfig, model_args: M
     if not writes:
         more = "at least " if controller.draws_prompts or resolved["pruning"] == "refill" else ""
         facts["passes over the data"] = f"{more}{number(batches * groups / len(dataset))}"
-    is_bounded = not controller.draws_prompts or isinstance(controller, DynamicSampling)
-    about = "at most" if is_bounded else "as a rule at most"
-    facts["completions"] = f"{about} {drawn:,} drawn and {trained:,} trained on; by plain GRPO {plain:,}"
+    about = "" if not controller.draws_prompts or isinstance(controller, DynamicSampling) else "as a rule "
+    facts["completions"] = f"{about}at most {drawn:,} drawn and {trained:,} trained on; by plain GRPO {plain:,}"
     if left_out:
         facts["too long"] = left_out
     facts["output"] = str(args.output_dir)
