@@ -31,6 +31,8 @@ _FORMAT = "lze_trl"
 
 OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
 """Settings that decide which rows of a generation batch a micro-step trains on."""
+NOTED = ("learning_rate", "strategy", "num_generations", "temperature", "max_completion_length", "loss_type", "beta")
+"""Settings of which a resumed run says that they have changed."""
 
 
 class CheckpointError(ValueError):
@@ -113,9 +115,10 @@ def checkpoints(run_dir: str | Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def set_aside(run_dir: str | Path) -> Path | None:
-    """Move the checkpoints of an earlier run into a folder, so that this run cannot resume from them; returns the folder."""
-    if not (found := checkpoints(run_dir)):
+def set_aside(run_dir: str | Path, after: int = -1) -> Path | None:
+    """Move checkpoints of an earlier run into a folder, so that this run cannot resume from them: all, or the complete ones after a step."""
+    later = [path for path in checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
+    if not (found := later if after < 0 else [*filter(is_complete, later)]):
         return None
     folder = numbered(Path(run_dir, REPLACED))
     folder.mkdir()
@@ -219,8 +222,8 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
                 raise CheckpointError(f"`{path}` is empty or cut off")
 
 
-def refuse_other_run(directory: str, run: dict[str, Any]):
-    """Refuse a checkpoint that is damaged, or was written with other settings than those of this `run`."""
+def refuse_other_run(directory: str, run: dict[str, Any]) -> str:
+    """Refuse a checkpoint that is damaged, or of another run than this `run`, by its settings; returns a sentence on others that have changed."""
     meta = refuse_non_checkpoint(directory)
     of_batch = ("num_processes", "reference_model", *OF_ROWS) if meta["mid_batch"] else ()
     for name in ("pruning", "planner", "draws_prompts", "streamed", *of_batch):
@@ -230,6 +233,10 @@ def refuse_other_run(directory: str, run: dict[str, Any]):
                 f"`{directory}` was written{where} with `{name}={written!r}`, and this run has {run[name]!r}. Resume "
                 "with the same settings, or start a new run in another `output_dir`, with `state_from`."
             )
+    changed = [f"`{n}={meta[n]!r}`, now {run[n]!r}" for n in NOTED if meta.get(n, run[n]) != run[n]]
+    if "learning_rate" in "".join(changed):
+        changed.append("the old rate goes on: for another, start a new run from its weights, with `state_from`")
+    return f"`{directory}` was written with {'; '.join(changed)}." if changed else ""
 
 
 def how_to_resume(run_dir: str | Path, command: str) -> str:

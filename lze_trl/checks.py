@@ -157,13 +157,15 @@ def _of_data(
     writes_prompts, self_play = args.self_play["instruct"], "`self_play={'instruct': True}`"
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
     overlaps, overlap = args.overlap != "none", "`overlap='one_step'`"
-    ahead = f"`window={window}`"
+    ahead, columns = f"`window={window}`", getattr(dataset, "column_names", ()) or ()
+    taken = [name for name in ("prompts", "completions") if name in columns]
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
     return [
         (streamed and prunes, f"`pruning={pruning!r}` {needs}. Set `pruning='none'`, {instead}."),
         (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
         (streamed and not uniform, f"{controller_name} {needs}. Use `strategy='exact'` (`controller='uniform'`), {instead}."),
+        (taken and not args.remove_unused_columns, f"The training set has the columns {taken}, and rewards are called with what is generated under these names. Rename or remove them."),
         (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
         (window > 1 and not (readable and "prompt" in dataset.column_names), f"{ahead} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset."),
         (window > 1 and writes_prompts, f"{ahead} chooses among the prompts of a pass, and {self_play} has none. Leave it unset."),

@@ -558,7 +558,9 @@ class TRLAdapter:
         trainer, held_rows = self._trainer, rows[chosen.held["row"]]
         # TRL computes advantages of groups of one size, by one estimator, and counts an abstaining group reward as 0
         by_trl = uniform_groups and trainer.args.advantage_estimator == "grpo" and not trainer.group_rewards
-        generated, table = _as_generated(chosen.held), _new_log_table(drawn.num_rows)
+        generated, size = _as_generated(chosen.held), drawn.num_rows  # not TRL's `generation_batch_size`
+        table: dict[str, Any] = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
+        table |= {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
         rewards_per_func = torch.from_numpy(drawn.rewards_per_func).to(trainer.accelerator.device)
         if not by_trl:  # TRL wants whole groups: fill them up with unscored rows, which do not count in metrics
             missing = -len(rewards_per_func) % trainer.num_generations
@@ -844,12 +846,6 @@ def _as_generated(held: dict[str, Any]) -> Generated:
     columns["tool_images"] = [images or [] for images in columns["tool_images"] or [[]] * count]
     columns |= {"prompt_ids": held["prompt_ids"], "completion_ids": completion_ids}
     return Generated(completions=[None] * count, fields={}, **columns)
-
-
-def _new_log_table(size: int) -> dict[str, Any]:
-    """Make an empty table of completions for TRL, of as many rows as the batch: its own keeps `generation_batch_size` of them."""
-    table: dict[str, Any] = {name: deque(maxlen=size) for name in ("images", "prompt", "completion", "advantages")}
-    return table | {name: defaultdict(lambda: deque(maxlen=size)) for name in ("rewards", "extra")}
 
 
 def loss_tokens(

@@ -14,8 +14,9 @@ _SECRET_NAME = re.compile(
     r".*(token|key|secret|passw(or)?d|passphrase|credential|authorization|signature)s?$",
     re.I,
 )
-_LOGIN = re.compile(r"(?<=://)[^/?#\s'\"]*@")
-_PARAMETER = re.compile(r"([?&][\w.-]*(?:token|key|secret|password|signature|sig)=)[^&#\s'\"]+", re.I)
+# A password may hold any of /?#'" although they should be escaped; the digits of a port end a host's name
+_LOGIN = re.compile(r"(?<=://)(?:[^/?#\s'\"]*|[^/?#\s'\"@:]*:(?!\d{1,5}(?:[/?#'\",]|$))\S*)@")
+_PARAMETER = re.compile(r"([?&][\w.-]*(?:token|key|secret|passw(?:or)?d|pwd|auth|signature|sig)=)[^&#\s'\"]+", re.I)
 _HOST_NAME = re.compile(r"_(host|hostname|ip|addr|address)$", re.I)
 _ADDRESS = re.compile(r"(?<=://)[^/\s'\",\])]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _PATH = re.compile(r"(?<![^\s'\"=,(\[:])(?:file://)?(?:/(?!/)|~[\w.-]*/|\.\./|[A-Za-z]:[\\/]|\\\\)[^\s'\",)\]]*")

@@ -368,9 +368,7 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         # Differs from TRL: in training, micro-batches come from the packed generation batch
-        if not self.model.training:
-            return super()._prepare_inputs(generation_batch)
-        return self.generation_step.micro_batch()
+        return self.generation_step.micro_batch() if self.model.training else super()._prepare_inputs(generation_batch)
 
     def _generate(self, prompts: list):
         # Differs from TRL: a completion may be empty, and the engine's finish reason decides which one is truncated
@@ -617,9 +615,8 @@ class LZEGRPOTrainer(GRPOTrainer):
     @contextmanager
     def running(self) -> Iterator[None]:
         """
-        Mark a run, whose telemetry says `finished` after the block. A signal ends the process with 128 + its number.
-        Raises `OutputFolderError` if another live training has the `output_dir`, and `DiskError` if the disk is full or
-        fails.
+        Mark a run, whose telemetry says `finished` after the block. A signal ends the process with 128 + its number. Raises
+        `OutputFolderError` if another live training has the `output_dir`, and `DiskError` if the disk is full or fails.
         """
         if self._is_running:
             yield
@@ -652,9 +649,14 @@ class LZEGRPOTrainer(GRPOTrainer):
                 )
         self.generation_step.reset_for_training()
         if resume_from_checkpoint:
-            store.refuse_other_run(resume_from_checkpoint, self._described)
-            if store.load_parts(resume_from_checkpoint, self._parts)["mid_batch"]:
+            changed = store.refuse_other_run(resume_from_checkpoint, self._described)
+            meta = store.load_parts(resume_from_checkpoint, self._parts)
+            if meta["mid_batch"]:
                 self.generation_step.load_rows(store.load(resume_from_checkpoint, self._rows_name)[0])
+            if changed and self.is_world_process_zero():
+                logger.warning(changed)
+            if self.is_world_process_zero() and (aside := store.set_aside(run_dir, meta["global_step"])):
+                logger.warning("Checkpoints of later steps, which this run takes again, are now in `%s`.", aside)
         elif self.args.state_from is not None and not self.generation_step.batch_index:
             from .profile.folder import warn_of_others
             from .remote import STATE_FILES, resolve
@@ -740,7 +742,7 @@ class LZEGRPOTrainer(GRPOTrainer):
             "num_processes": args.world_size,
             "reference_model": args.beta > 0.0,
             "streamed": isinstance(self.train_dataset, IterableDataset),
-            **{name: vars(args)[name] for name in store.OF_ROWS},
+            **{name: vars(args)[name] for name in (*store.OF_ROWS, *store.NOTED)},
             **self.resolved,
             "planner": type(planner).__name__ if own else args.planner,
             "draws_prompts": controller.draws_prompts,

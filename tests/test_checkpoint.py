@@ -12,19 +12,7 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig
 
 import tiny
-from lze_trl.checkpoint import (
-    SCHEMA_VERSION,
-    STATE_NAME,
-    CheckpointError,
-    checkpoints,
-    find_state,
-    is_complete,
-    last_complete_checkpoint,
-    load,
-    load_parts,
-    refuse_non_checkpoint,
-    save,
-)
+from lze_trl import checkpoint as store
 
 
 ARRAYS = {
@@ -44,7 +32,7 @@ class Part(dict):
 
 
 def save_arrays(directory: Path, name: str, arrays: dict[str, np.ndarray] = ARRAYS, **meta):
-    save(directory, name, {"part": Part(arrays)}, meta)
+    store.save(directory, name, {"part": Part(arrays)}, meta)
 
 
 def files(directory: Path) -> list[str]:
@@ -59,12 +47,12 @@ def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
 def test_what_was_saved_is_loaded(tmp_path):
     folder = tmp_path / "new" / "folder"
     parts = {"state": Part(**ARRAYS, step=3), "stateful": Part(rows=[0.5]), "empty": Part()}
-    save(folder, STATE_NAME, parts, {"global_step": 2})
-    states, meta = load(folder, STATE_NAME)
-    assert (meta["global_step"], meta["schema_version"]) == (2, SCHEMA_VERSION)
-    assert files(folder) == [f"{STATE_NAME}.arrays", f"{STATE_NAME}.json"]
+    store.save(folder, store.STATE_NAME, parts, {"global_step": 2})
+    states, meta = store.load(folder, store.STATE_NAME)
+    assert (meta["global_step"], meta["schema_version"]) == (2, store.SCHEMA_VERSION)
+    assert files(folder) == [f"{store.STATE_NAME}.arrays", f"{store.STATE_NAME}.json"]
     loaded = {name: Part() for name in (*parts, "not saved")}
-    assert load_parts(folder, loaded)["global_step"] == 2
+    assert store.load_parts(folder, loaded)["global_step"] == 2
     for found in (states, loaded):
         assert found["state"].pop("step") == 3
         assert same(found["state"], ARRAYS)
@@ -90,9 +78,9 @@ def test_a_writer_that_fails_leaves_the_old_files_or_nothing_to_trust(tmp_path, 
     assert files(tmp_path) == ["pair.arrays", "pair.json"]
     if written:
         with pytest.raises(ValueError, match="belong to different checkpoints"):
-            load(tmp_path, "pair")
+            store.load(tmp_path, "pair")
     else:
-        states, meta = load(tmp_path, "pair")
+        states, meta = store.load(tmp_path, "pair")
         assert same(states["part"], ARRAYS) and meta["step"] == 1
 
 
@@ -118,7 +106,7 @@ def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
         (lambda d: cut(d / "pair.json"), ValueError, "pair.json` is damaged"),
         (lambda d: (d / "pair.json").write_text("[1]"), ValueError, "was not written by lze_trl"),
         (lambda d: rewrite(d / "pair.json", format="other"), ValueError, "was not written by lze_trl"),
-        (lambda d: rewrite(d / "pair.json", schema_version=SCHEMA_VERSION + 1), ValueError, "has schema version"),
+        (lambda d: rewrite(d / "pair.json", schema_version=0), ValueError, "has schema version"),
         (lambda d: cut(d / "pair.arrays"), ValueError, "pair.arrays` is damaged"),
         # The arrays of the next save, when it was killed before its description: the same shapes, other values
         (
@@ -132,12 +120,12 @@ def test_what_cannot_be_trusted_is_refused(tmp_path, damage, error, message):
     save_arrays(tmp_path, "pair")
     damage(tmp_path)
     with pytest.raises(error, match=message):
-        load(tmp_path, "pair")
+        store.load(tmp_path, "pair")
 
 
 def make_checkpoint(run: Path, step: int) -> Path:
     checkpoint = run / f"checkpoint-{step}"
-    save_arrays(checkpoint, STATE_NAME, global_step=step)
+    save_arrays(checkpoint, store.STATE_NAME, global_step=step)
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     for name in ("pytorch_model.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"step": step}, checkpoint / name)
@@ -149,11 +137,13 @@ def test_checkpoints_by_number_not_by_name(tmp_path):
         make_checkpoint(tmp_path, step)
     for name in ("checkpoint-", "checkpoint-best", "my-checkpoint-5", "checkpoint-5-old", "runs"):
         (tmp_path / name).mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-100", "checkpoint-20", "checkpoint-9"]
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["checkpoint-100", "checkpoint-20", "checkpoint-9"]
+    assert store.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
     (tmp_path / "checkpoint-100" / "rng_state.pth").unlink()  # as with `save_only_model`
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
-    assert find_state(tmp_path) == tmp_path / "checkpoint-100"
+    assert store.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+    assert store.find_state(tmp_path) == tmp_path / "checkpoint-100"
+    assert files(store.set_aside(tmp_path, after=9)) == ["checkpoint-100", "checkpoint-20"]
+    assert [path.name for path in store.checkpoints(tmp_path)] == ["checkpoint-9"]
 
 
 @pytest.mark.parametrize(
@@ -162,17 +152,17 @@ def test_checkpoints_by_number_not_by_name(tmp_path):
         lambda c: (c / "trainer_state.json").unlink(),
         lambda c: cut(c / "trainer_state.json"),
         lambda c: rewrite(c / "trainer_state.json", global_step=19),  # copied from another checkpoint
-        lambda c: cut(c / f"{STATE_NAME}.json"),
-        lambda c: (c / f"{STATE_NAME}.arrays").unlink(),
+        lambda c: cut(c / f"{store.STATE_NAME}.json"),
+        lambda c: (c / f"{store.STATE_NAME}.arrays").unlink(),
     ],
 )
 def test_an_incomplete_checkpoint_is_passed_over(tmp_path, damage):
     make_checkpoint(tmp_path, 10)
     newest = make_checkpoint(tmp_path, 20)
-    assert is_complete(newest)
+    assert store.is_complete(newest)
     damage(newest)
-    assert not is_complete(newest)
-    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert not store.is_complete(newest)
+    assert store.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 def of_training(run: Path, **settings) -> Path:
@@ -200,7 +190,7 @@ def of_deepspeed(run: Path) -> Path:
     checkpoint = of_training(run)
     for old in ("model.safetensors", "optimizer.pt", "scheduler.pt"):  # its own schedule is in the states
         (checkpoint / old).unlink()
-    rewrite(checkpoint / f"{STATE_NAME}.json", num_processes=2)
+    rewrite(checkpoint / f"{store.STATE_NAME}.json", num_processes=2)
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     torch.save({}, checkpoint / "rng_state_1.pth")
     (checkpoint / "latest").write_text("global_step2")
@@ -218,8 +208,8 @@ in_the_middle_of_a_batch = partial(of_training, num_iterations=3, gradient_accum
 @pytest.mark.parametrize("layout", [of_training, in_shards, of_lora, of_fsdp, of_deepspeed, in_the_middle_of_a_batch])
 def test_a_checkpoint_with_a_damaged_file_is_neither_taken_nor_accepted(tmp_path, layout):
     newest = layout(tmp_path)
-    assert refuse_non_checkpoint(newest)["global_step"] == 2
-    assert last_complete_checkpoint(tmp_path) == str(newest)
+    assert store.refuse_non_checkpoint(newest)["global_step"] == 2
+    assert store.last_complete_checkpoint(tmp_path) == str(newest)
     read = (
         "*.safetensors", "*.safetensors.index.json", "optimizer*", "scheduler.pt", "rng_state*", "*_fsdp_0", "latest", "global_*", "lze_*",
     )  # fmt: skip
@@ -236,13 +226,14 @@ def test_a_checkpoint_with_a_damaged_file_is_neither_taken_nor_accepted(tmp_path
             if file.name == ".metadata" and left is not None:
                 continue  # a pickle, which nobody reads to look at it: PyTorch writes it beside itself and renames it
             told: list[str] = []
-            assert last_complete_checkpoint(tmp_path, told.append) == str(tmp_path / "checkpoint-1"), (file, left)
+            last = store.last_complete_checkpoint(tmp_path, told.append)
+            assert last == str(tmp_path / "checkpoint-1"), (file, left)
             assert len(told) == 1 and told[0].startswith(f"`{newest}` is passed over: ")
-            with pytest.raises(CheckpointError, match="is no complete checkpoint"):
-                refuse_non_checkpoint(newest)
+            with pytest.raises(store.CheckpointError, match="is no complete checkpoint"):
+                store.refuse_non_checkpoint(newest)
             file.touch()
         file.write_bytes(content)
-    assert last_complete_checkpoint(tmp_path) == str(newest)
+    assert store.last_complete_checkpoint(tmp_path) == str(newest)
 
 
 @pytest.mark.parametrize("gone", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
@@ -250,20 +241,21 @@ def test_what_is_missing_is_named(tmp_path, gone, caplog):
     newest = of_training(tmp_path)
     (newest / gone).unlink()
     named = "random" if gone == "rng_state.pth" else gone[:5]
-    with pytest.raises(CheckpointError, match=rf"it lacks .*{named}.* such as"):
+    with pytest.raises(store.CheckpointError, match=rf"it lacks .*{named}.* such as"):
         tiny.make(tmp_path, max_steps=3).train(resume_from_checkpoint=str(newest))
-    tiny.make(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
-    assert f"`{newest}` is passed over: it lacks" in caplog.text
+    tiny.make(tmp_path, max_steps=3, learning_rate=1e-4).train(resume_from_checkpoint=True)
+    assert f"`{newest}` is passed over: it lacks" in caplog.text and "now 0.0001; the old rate goes on" in caplog.text
+    assert f"Checkpoints of later steps, which this run takes again, are now in `{tmp_path}/replaced.1`" in caplog.text
 
 
 def test_the_state_of_a_run(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no prompt state: neither `lze_state\.json` nor a complete"):
-        find_state(tmp_path)
+        store.find_state(tmp_path)
     make_checkpoint(tmp_path, 10)
     (make_checkpoint(tmp_path, 20) / "trainer_state.json").unlink()
-    assert find_state(tmp_path) == tmp_path / "checkpoint-10"
-    assert find_state(tmp_path / "checkpoint-10") == tmp_path / "checkpoint-10"
-    save_arrays(tmp_path, STATE_NAME, global_step=15)
-    assert find_state(tmp_path) == tmp_path
+    assert store.find_state(tmp_path) == tmp_path / "checkpoint-10"
+    assert store.find_state(tmp_path / "checkpoint-10") == tmp_path / "checkpoint-10"
+    save_arrays(tmp_path, store.STATE_NAME, global_step=15)
+    assert store.find_state(tmp_path) == tmp_path
     make_checkpoint(tmp_path, 30)  # the run was continued, and killed
-    assert find_state(tmp_path) == tmp_path / "checkpoint-30"
+    assert store.find_state(tmp_path) == tmp_path / "checkpoint-30"

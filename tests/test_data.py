@@ -308,10 +308,11 @@ def test_files_may_be_compressed_or_begin_with_a_mark(name, content, end, tmp_pa
 
 
 def test_what_a_csv_calls_none_is_text(tmp_path):
-    path = tmp_path / "a.csv"
+    (path := tmp_path / "folder" / "a.csv").parent.mkdir()
     path.write_text("problem,Answer,level\nA?,None,1\nB?,,2\nC?,007,3\n")
-    rows = load_prompts(str(path))
-    assert rows["solution"] == ["None", None, "007"] and rows["level"] == [1, 2, 3]
+    for source in (path, path.parent):
+        rows = load_prompts(str(source))
+        assert rows["solution"] == ["None", None, "007"] and rows["level"] == [1, 2, 3]
     path.write_text(f"problem,answer\nA?,1.50\nB?,{'9' * 30}\nC?,007\nD?,\n")
     assert load_prompts(str(path))["solution"] == ["1.50", "9" * 30, "007", None]
 
@@ -329,6 +330,9 @@ def test_what_a_csv_calls_none_is_text(tmp_path):
         ("folder/a.jsonl", lines(ROW) + '{"problem": "Café?"}'.encode("latin-1"), r"a\.jsonl, line 2 has a byte 0xe9"),
         ("a.jsonl", lines({"prompt": 0, "answer": "1"}), r"column 'prompt', row 0 \(from 0\) holds 0\. A prompt is a text"),
         ("a.csv", b"prompt,answer\n1,2\n", r"column 'prompt', row 0 \(from 0\) holds 1\."),
+        ("a.csv", b"question,answer,source\nIn 1,000 m?,1,mine\n", "has rows with more fields than its first line"),
+        ("folder/a.csv", b"question,answer\nA?,1,\n", "has rows with more fields than its first line"),
+        ("a.jsonl", lines({"problem": "A?", "answer": 3**50}), r"7\.178979876918526e\+23 is rounded"),
         ("a.jsonl", lines({"prompt": ["hi"], "answer": "1"}), r"row 0 \(from 0\) holds \['hi'\]"),
         ("a.jsonl", lines(*TRL, {"prompt": [{"role": "user", "text": "2?"}], "solution": "4"}), r"row 1 \(from 0\) holds .*'text': '2\?'"),
         ("a.jsonl", lines({"problem": "A?", "answer": None}), r"found \['answer', 'problem'\], of which \['answer'\] hold nothing in any row"),

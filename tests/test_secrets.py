@@ -29,7 +29,7 @@ SECRETS = {
     "model_init_kwargs": {"token": f"hf_{CANARY}"},
     "gradient_checkpointing_kwargs": {"login": [{"api_key": CANARY, "Password": CANARY}]},
     "vllm_server_base_url": f"http://me:{CANARY}@internal.{PRIVATE}:8000/v1?api_key={CANARY}",
-    "vllm_server_urls": [f"https://{CANARY}@10.1.2.3:8000"],
+    "vllm_server_urls": [f"https://{CANARY}@10.1.2.3:8000", f"http://me:it's/'\"#?{CANARY}@10.1.2.4:8000"],
 }
 
 RUN = """

@@ -184,6 +184,9 @@ def test_load_waits_for_a_server_and_goes_on_without_the_others(fakes):
     assert [server.url for server in pool.load(make_snapshot())] == [fakes[1].url]
     assert_complete(pool, make_groups(3))
     fakes[0].start()
+    before = fakes[0].requests.copy()
+    pool.load(make_snapshot())  # does not wait for a server that has failed before
+    assert fakes[0].requests == before
     fakes[1].delay = 0.02
     assert_complete(pool, make_groups(40))
     assert fakes[0].version == "run-1"
@@ -219,7 +222,11 @@ def test_connect_waits_and_asks_again_after_damaged_answers(fakes, caplog):
     assert pool.servers[0].model == "fake" and pool.servers[0].dtype == "float32"
 
 
-def test_connect_gives_up(fakes):
+def test_connect_gives_up(fakes, monkeypatch):
+    monkeypatch.setattr("lze_trl.servers.client._GET_TIMEOUT", 0.2)
+    fakes[0].faults["/health"] = [SLOW] * 9
+    with pytest.raises(ConnectionError, match=rf"{fakes[0].url}/health: no complete answer within 0\.2 s"):
+        make_pool(fakes[:1], request_timeout=99.0).connect(0.3)
     fakes[1].engine_dead = True
     with pytest.raises(ConnectionError, match=rf"{fakes[1].url}/health answered 503.*Not up after 0\.3 s"):
         make_pool(fakes).connect(0.3, trains=True)

@@ -85,6 +85,10 @@ def load_table(reference: Reference, text_columns: Iterable[str] = ()) -> Datase
     except (DatasetGenerationError, ImportError, OSError, ValueError, RuntimeError, StopIteration) as error:
         raise unreadable(reference, error) from error
     tables = [_split_of(loaded, reference.split, name) for loaded in found]
+    # A name that pandas gives to the first fields of rows with too many
+    if tables[0].info.builder_name == "csv" and "__index_level_0__" in tables[0].column_names:
+        advice = "Put texts with a comma in quotes, and remove commas at the ends of rows."
+        raise DataError(f"{name} has rows with more fields than its first line, so columns would be shifted. {advice}")
     return tables[0] if len(tables) == 1 else concatenate_datasets(tables)
 
 
@@ -137,6 +141,9 @@ def _split_of(loaded: Any, split: str | None, name: str) -> Dataset:
 def _load(reference: Reference, text_columns: Iterable[str]) -> list[Any]:
     path, kind = Path(reference.path), format_of(reference.path)
     options: dict[str, Any] = {"split": reference.split}
+    if {kind, *(format_of(file.name) for file in path.rglob("*"))} - {None} == {"csv"}:
+        names = {change(name) for name in text_columns for change in (str, str.lower, str.upper, str.capitalize)}
+        options |= {**_AS_WRITTEN, "converters": dict.fromkeys(sorted(names), lambda cell: cell or None)}
     if any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):  # what `save_to_disk` wrote
         saved = datasets.load_from_disk(reference.path)
         return [saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}]
@@ -145,9 +152,6 @@ def _load(reference: Reference, text_columns: Iterable[str]) -> list[Any]:
             raise ValueError(f"unknown format {path.suffix!r}. Known are {[*FILE_FORMATS]}, compressed or not.")
         split = path.name.partition(".")[0]
         options |= {"data_files": {split if split in ("train", "test", "validation") else "train": reference.path}}
-        if kind == "csv":
-            names = {change(name) for name in text_columns for change in (str, str.lower, str.upper, str.capitalize)}
-            options |= {**_AS_WRITTEN, "converters": dict.fromkeys(sorted(names), lambda cell: cell or None)}
         try:
             return [datasets.load_dataset(kind, **options)]
         except (DatasetGenerationError, CastError):

@@ -65,9 +65,8 @@ class SolvedPlanner(Planner):
 
 def skip_probability(streaks: np.ndarray, p_easy: float, p_hard: float) -> np.ndarray:
     """
-    Return GRESO's probability of leaving out a prompt, 1 − max(p^|z|, 0.01), shape `(n,)`, with z the streak of
-    `Prompts` and p that of solved (easy) or hopeless (hard) prompts. By the lower bound of the published code, no
-    prompt is lost for good.
+    Return GRESO's probability of leaving out a prompt, 1 − max(p^|z|, 0.01), shape `(n,)`, with z the streak of `Prompts` and p that of
+    solved (easy) or hopeless (hard) prompts. By the lower bound of the published code, no prompt is lost for good.
     """
     exploration = np.where(streaks > 0, p_easy, p_hard)
     return 1.0 - np.maximum(exploration ** np.abs(streaks.astype(np.float64)), 0.01)

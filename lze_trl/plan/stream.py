@@ -37,14 +37,13 @@ def separate_copy(row: dict[str, Any]) -> dict[str, Any]:
 
 class PromptStream:
     """
-    Asks the planner once per pass, and hands out the rows of the pass, highest rank first. A batch may straddle two
-    passes; it never holds a prompt twice. `prompt_ids`, `(N,)`, are the distinct ids of the training set; prompts that
-    the state knows from other data are no part of a pass. The first pass has the order of TRL's sampler, `first_order`,
-    `(N,)`.
+    Asks the planner once per pass, and hands out the rows of the pass, highest rank first. A batch may straddle two passes; it never holds
+    a prompt twice. `prompt_ids`, `(N,)`, are the distinct ids of the training set; prompts that the state knows from other data are no part
+    of a pass. The first pass has the order of TRL's sampler, `first_order`, `(N,)`.
 
-    With a `window` above 1, `take` ranks the next `window` times as many rows by a random draw of the probability that their groups
-    are alive, and takes the best. The others move to the end of the pass. Once every row of the pass has been ranked, those that are
-    forecast dead are left to the next pass, except for a tenth.
+    With a `window` above 1, `take` ranks the next `window` times as many rows by a random draw of the probability that their groups are
+    alive, and takes the best. The others move to the end of the pass. Once every row of the pass has been ranked, those that are forecast
+    dead are left to the next pass, except for a tenth.
     """
 
     def __init__(

@@ -52,11 +52,10 @@ class Verdict(NamedTuple):
 
 def read_vote(text: str, truncated: bool) -> str | None:
     r"""
-    Return the answer that a completion votes for: the contents of the last closed `\boxed{…}` of its final part; `None` if it is
-    truncated.
+    Return the answer that a completion votes for: the contents of the last closed `\boxed{…}` of its final part; `None` if it is truncated.
 
-    `None` also if the box holds no answer, see [`~lze_trl.rewards.grading.is_blank`], or a refusal ("cannot be found"). "none",
-    "no solution", "undefined", "impossible" and `\emptyset` are answers.
+    `None` also if the box holds no answer, see [`~lze_trl.rewards.grading.is_blank`], or a refusal ("cannot be found"). "none", "no
+    solution", "undefined", "impossible" and `\emptyset` are answers.
     """
     box = None if truncated else last_boxed(final_part(text), braced=True)
     return None if box is None or is_blank(box) or _REFUSAL.search(shown_words(box)) else box
@@ -172,7 +171,9 @@ class MajorityReward:
         share, valid_share = float(counts.max() / len(votes)), float(counts.sum() / len(votes))
         reasons = self._reasons(counts, share, valid_share) if final else {}
         reason = next((name for name, applies in reasons.items() if applies), None)
-        label_metrics = _label_metrics(winner, ballots[0].gold) if final and reason is None else {}
+        gold = ballots[0].gold if final and reason is None else None
+        label = None if winner is None or gold is None else grade(f"\\boxed{{{winner}}}", gold).score
+        label_metrics = {} if label is None else {"label_precision": label}
         if any(ballot.grade is not None for ballot in ballots):
             scores = [None if ballot.grade is None else ballot.grade.score for ballot in ballots]
             return Verdict(scores, {"gold_share": 1.0, **label_metrics}, winner)
@@ -189,8 +190,3 @@ class MajorityReward:
         has_few_votes = valid_share < self.min_valid or valid_share == 0.0
         applies = has_few_votes, share < low, share > high, bool(most - next_most < self.margin)
         return dict(zip(REASONS_TO_ABSTAIN, applies, strict=True))
-
-
-def _label_metrics(winner: str | None, gold: Any) -> dict[str, float]:
-    score = None if winner is None or gold is None else grade(f"\\boxed{{{winner}}}", gold).score
-    return {} if score is None else {"label_precision": score}

@@ -57,11 +57,12 @@ class GateGuard:
         represents = np.divide(1.0, seen, out=np.zeros(len(seen)), where=seen > 0)  # groups
         live, completions = drawn.alive & (seen > 0), started + (size - 1) * whole
         per_completion = self._live_per_completion(live, completions, started, (whole == 1.0) & (seen == 1.0))
-        first_tokens, other_tokens = _tokens(drawn)
+        tokens, is_first = drawn.prompt_tokens + drawn.completion_tokens, places(drawn.group) == 0
+        first_tokens, all_tokens = (np.bincount(drawn.group, tokens * of, drawn.num_groups) for of in (is_first, 1))
         variances = np.nan_to_num(group_variance(drawn.signals, drawn.group, drawn.num_groups))
         worth = np.stack([live, live * variances])
-        of_gate = [*(worth @ whole), first_tokens @ started + other_tokens @ whole]
-        of_uniform = [*(worth @ represents), (first_tokens + other_tokens) @ represents]
+        of_gate = [*(worth @ whole), first_tokens @ started + (all_tokens - first_tokens) @ whole]
+        of_uniform = [*(worth @ represents), all_tokens @ represents]
         self._gate = SCORE_MEMORY * self._gate + np.array(of_gate)
         self._uniform = SCORE_MEMORY * self._uniform + np.array(of_uniform)
         lost_groups, saved_completions = live * (represents - whole), size - completions
@@ -133,10 +134,3 @@ def guard_evidence(
     prompts = state.prompts(drawn.prompt_ids, first).with_columns(start_probability=would_start)
     would_complete = np.asarray(gate.probabilities(1, prompts, first))
     return np.ones(len(would_start)), would_start, would_start * would_complete
-
-
-def _tokens(drawn: Batch) -> np.ndarray:
-    """Count the tokens of the first completion of each group, and of the others, shape `(2, P)`."""
-    tokens = drawn.prompt_tokens + drawn.completion_tokens
-    is_first = places(drawn.group) == 0
-    return np.stack([np.bincount(drawn.group, tokens * rows, drawn.num_groups) for rows in (is_first, ~is_first)])

@@ -107,16 +107,12 @@ def score_groups(
         columns[column] = np.full(len(group), np.nan)
         for g, result in results.items():
             columns[column][rows[g]] = np.array(result.rewards, dtype=np.float64)  # `None` becomes NaN
-        logged = _mean_metrics(list(results.values()))
-        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": value for name, value in logged.items()}
+        means = pd.DataFrame([result.metrics for result in results.values()]).mean().to_dict()
+        winners = Counter(w for result in results.values() if (w := getattr(result, "winner", None)) is not None)
+        if winners:
+            means["concentration"] = max(winners.values()) / len(results)
+        metrics |= {f"{_name(reward).removesuffix('_reward')}/{name}": value for name, value in means.items()}
     return columns, metrics
-
-
-def _mean_metrics(results: list[GroupResult]) -> dict[str, float]:
-    """Return the means of the metrics of groups, and the share of the groups whose winner is the commonest one."""
-    means = pd.DataFrame([result.metrics for result in results]).mean().to_dict()
-    winners = Counter(winner for result in results if (winner := getattr(result, "winner", None)) is not None)
-    return means | ({"concentration": max(winners.values()) / len(results)} if winners else {})
 
 
 def _scored_group(reward: GroupReward, readings: list[Any], final: bool) -> GroupResult:

@@ -15,9 +15,8 @@ def signals(
     rewards_per_func: torch.Tensor, weights: torch.Tensor, aggregation: str, num_generations: int
 ) -> torch.Tensor:
     """
-    Return what TRL's advantages compare within a group, `(B,)`, NaN where no function applies: totals, or by
-    "normalize_then_sum" (arXiv 2601.05242) weighted sums of rewards that are normalised within P groups of
-    `num_generations`.
+    Return what TRL's advantages compare within a group, `(B,)`, NaN where no function applies: totals, or by "normalize_then_sum" (arXiv
+    2601.05242) weighted sums of rewards that are normalised within P groups of `num_generations`.
     """
     if aggregation == "sum_then_normalize":
         return total_rewards(rewards_per_func, weights)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from operator import itemgetter
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import httpx2
 
 from ..redaction import without_secrets
 
 
-_CONNECT_TIMEOUT = 10.0  # a server that is up answers at once, however busy it is
+_CONNECT_TIMEOUT, _GET_TIMEOUT = 10.0, 60.0  # a server that is up answers soon, however busy it is
 # Raised by reading an answer of another form
 _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _MIN_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity
@@ -106,9 +106,12 @@ class VLLMServer:
                 "A vLLM server is given by its base URL with a port up to 65535, such as 'http://127.0.0.1:8000' "
                 f"(`vllm_server_urls`), got {without_secrets(url)!r}."
             ) from None
-        self._base_url = url.rstrip("/").removesuffix("/v1")  # OpenAI's clients want it with the suffix
-        self.url = without_secrets(self._base_url)  # for messages
-        self.host, self.request_timeout = str(parts.hostname), request_timeout
+        # Without the login, which libraries log, and without the suffix that OpenAI's clients want
+        self.url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/").removesuffix("/v1")
+        login = [unquote(text or "") for text in (parts.username, parts.password)]
+        self._auth = httpx2.BasicAuth(*login) if any(login) else None
+        self.host = str(parts.hostname)
+        self._seconds = {"GET": min(request_timeout, _GET_TIMEOUT), "POST": request_timeout}
         self.model = self.dtype = self.logprobs_mode = ""
         # By which requests ask for the weights of the last load: the model's name, or an adapter's
         self.served_name = ""
@@ -141,15 +144,15 @@ class VLLMServer:
         content = bytearray()
         try:
             async with (
-                asyncio.timeout(self.request_timeout),  # the HTTP library's timeout is one between bytes
-                http.stream(method, self._base_url + path, json=body) as response,
+                asyncio.timeout(self._seconds[method]),  # the HTTP library's timeout is one between bytes
+                http.stream(method, self.url + path, json=body, auth=self._auth) as response,
             ):
                 async for part in response.aiter_bytes():  # decompressed, in small parts
                     content += part
                     if len(content) > limit:
                         raise ServerError(f"{where}: an answer of more than {limit:,} bytes, the limit for it")
         except TimeoutError as error:
-            raise ServerError(f"{where}: no complete answer within {self.request_timeout:g} s") from error
+            raise ServerError(f"{where}: no complete answer within {self._seconds[method]:g} s") from error
         except httpx2.RequestError as error:
             raise ServerError(f"{where}: {type(error).__name__}: {error}") from error
         status, headers = response.status_code, response.headers
@@ -400,7 +403,7 @@ def _retry_after(headers: Mapping[str, str]) -> float:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = without_secrets(str(value))
     return text if len(text) <= 500 else f"{text[:500]}…"
 
 

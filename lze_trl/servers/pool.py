@@ -147,9 +147,8 @@ class ServerPool:
         """
         Load weights into every server that is up, and check them.
 
-        Returns the servers that hold the weights, at least one; the others get them when they return. Raises a
-        `ConnectionError` if no server is up within the recovery timeout, and [`ServerMismatchError`] if a server does not
-        compute the trainer's log-probs.
+        Returns the servers that hold the weights, at least one; the others get them when they return. Raises a `ConnectionError` if no
+        server is up within the recovery timeout, and [`ServerMismatchError`] if a server does not compute the trainer's log-probs.
         """
         self.snapshot = snapshot
         self._mark_unready()
@@ -158,11 +157,12 @@ class ServerPool:
 
         async def prepare_all():
             async with open_client() as http:
-                preparing = [self._prepare(http, server) for server in self.servers]
-                results = await asyncio.gather(*preparing, return_exceptions=True)
+                # Others may take long to fail again; when they are back, their workers make them ready
+                servers = [server for server in self.servers if server.problem is None] or self.servers
+                results = await asyncio.gather(*(self._prepare(http, one) for one in servers), return_exceptions=True)
             failures = [result for result in results if result is not None]
             wrong = [failure for failure in failures if not isinstance(failure, UnansweredError)]
-            if wrong or len(failures) == len(self.servers):
+            if wrong or len(failures) == len(servers):
                 raise (wrong or failures)[0]
 
         _run(partial(self._retry_until_timeout, prepare_all))
