@@ -238,7 +238,7 @@ def test_connect_refuses_a_server_that_cannot_be_trained_with(fakes):
         make_pool(fakes[:1]).connect(5.0, trains=True)
 
 
-@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/"], ["127.0.0.1:8000"]])
+@pytest.mark.parametrize("urls", [[], ["http://a:1", "http://a:1/v1/"], ["127.0.0.1:8000"], ["http://a?key=b"]])
 def test_urls_are_checked(urls):
     with pytest.raises(ValueError, match="vllm_server_urls"):
         ServerPool(urls, 1, 1.0, 1.0)

@@ -99,7 +99,7 @@ class VLLMServer:
     def __init__(self, url: str, request_timeout: float):
         try:
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0 or " " in url:
+            if not parts.hostname or parts.port == 0 or parts.scheme not in ("http", "https") or set(url) & {*" ?#"}:
                 raise ValueError
         except ValueError:  # also raised for a port that is not a number
             raise ValueError(
