@@ -74,8 +74,9 @@ def points(results: Path) -> list[Point]:
     """Return all runs of all folders of kept results that can be compared, except for controls."""
     found = []
     for file in sorted(results.glob(f"*/{RESULTS_FILE}")):
-        if "settings" not in json.loads(file.read_text(encoding="utf-8").partition("\n")[0]):
-            continue  # of another measurement
+        first = json.loads(file.read_text(encoding="utf-8").partition("\n")[0])
+        if "settings" not in first or file.parent.name == "profiled":
+            continue  # of another measurement, or of tasks that have folders of their own
         for section in sort_results(read_results(file.parent))[0]:
             curves = section.curves()
             for strategy in (name for name, own in STRATEGIES.items() if not own.trl and name not in CONTROLS):
