@@ -16,7 +16,7 @@ import httpx2
 from ..redaction import without_secrets
 
 
-_CONNECT_TIMEOUT, _GET_TIMEOUT = 10.0, 60.0  # a server that is up answers soon, however busy it is
+_CONNECT_TIMEOUT, _GET_TIMEOUT = 10.0, 30.0  # a server that is up answers soon, however busy it is
 # Raised by reading an answer of another form
 _MISREADINGS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _MIN_LOGPROB = -1e4  # vLLM sends -9999 for minus infinity

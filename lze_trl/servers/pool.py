@@ -157,12 +157,11 @@ class ServerPool:
 
         async def prepare_all():
             async with open_client() as http:
-                # Others may take long to fail again; when they are back, their workers make them ready
-                servers = [server for server in self.servers if server.problem is None] or self.servers
-                results = await asyncio.gather(*(self._prepare(http, one) for one in servers), return_exceptions=True)
+                preparing = [self._prepare(http, server) for server in self.servers]
+                results = await asyncio.gather(*preparing, return_exceptions=True)
             failures = [result for result in results if result is not None]
             wrong = [failure for failure in failures if not isinstance(failure, UnansweredError)]
-            if wrong or len(failures) == len(servers):
+            if wrong or len(failures) == len(self.servers):
                 raise (wrong or failures)[0]
 
         _run(partial(self._retry_until_timeout, prepare_all))
