@@ -32,7 +32,7 @@ _FORMAT = "lze_trl"
 OF_ROWS = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
 """Settings that decide which rows of a generation batch a micro-step trains on."""
 NOTED = ("learning_rate", "strategy", "num_generations", "temperature", "max_completion_length", "loss_type", "beta")
-"""Settings of which a resumed run says that they have changed."""
+"""Settings that may change at a resume, with a warning."""
 
 
 class CheckpointError(ValueError):
@@ -108,17 +108,16 @@ def _parsed(file: Path, data: bytes, parse: Callable) -> Any:
         raise CheckpointError(f"`{file}` is damaged ({error}). Use another checkpoint.") from error
 
 
-def checkpoints(run_dir: str | Path) -> list[Path]:
-    """List the checkpoint folders of a run, newest first, complete or not."""
+def checkpoints(run_dir: str | Path, after: int = -1) -> list[Path]:
+    """List the checkpoint folders of a run, newest first, complete or not: those of the steps after the given one."""
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
     found = [(int(match[1]), path) for path in Path(run_dir).glob("*") if (match := pattern.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for step, path in sorted(found, reverse=True) if step > after]
 
 
 def set_aside(run_dir: str | Path, after: int = -1) -> Path | None:
-    """Move checkpoints of an earlier run into a folder, so that this run cannot resume from them: all, or the complete ones after a step."""
-    later = [path for path in checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
-    if not (found := later if after < 0 else [*filter(is_complete, later)]):
+    """Move checkpoints into a folder, which is returned, so that no run resumes from them: all of an earlier run, or the complete ones after a step."""
+    if not (found := [path for path in checkpoints(run_dir, after) if after < 0 or is_complete(path)]):
         return None
     folder = numbered(Path(run_dir, REPLACED))
     folder.mkdir()
@@ -223,7 +222,7 @@ def refuse_damaged(checkpoint: Path, num_processes: int, rows: list[str]):
 
 
 def refuse_other_run(directory: str, run: dict[str, Any]) -> str:
-    """Refuse a checkpoint that is damaged, or of another run than this `run`, by its settings; returns a sentence on others that have changed."""
+    """Refuse a checkpoint that is damaged or has settings of another run. Returns a sentence on other settings of this `run` that have changed."""
     meta = refuse_non_checkpoint(directory)
     of_batch = ("num_processes", "reference_model", *OF_ROWS) if meta["mid_batch"] else ()
     for name in ("pruning", "planner", "draws_prompts", "streamed", *of_batch):
@@ -233,10 +232,10 @@ def refuse_other_run(directory: str, run: dict[str, Any]) -> str:
                 f"`{directory}` was written{where} with `{name}={written!r}`, and this run has {run[name]!r}. Resume "
                 "with the same settings, or start a new run in another `output_dir`, with `state_from`."
             )
-    changed = [f"`{n}={meta[n]!r}`, now {run[n]!r}" for n in NOTED if meta.get(n, run[n]) != run[n]]
-    if "learning_rate" in "".join(changed):
-        changed.append("the old rate goes on: for another, start a new run from its weights, with `state_from`")
-    return f"`{directory}` was written with {'; '.join(changed)}." if changed else ""
+    changed = {n: f"`{n}={meta[n]!r}`, now {run[n]!r}" for n in NOTED if meta.get(n, run[n]) != run[n]}
+    rate = " The old learning rate is kept. For another, start a new run from its weights, with `state_from`."
+    said = f"`{directory}` was written with {'; '.join(changed.values())}.{rate * ('learning_rate' in changed)}"
+    return said if changed else ""
 
 
 def how_to_resume(run_dir: str | Path, command: str) -> str:

@@ -68,7 +68,7 @@ def prepare(
     called = "training set"
     if isinstance(train_dataset, IterableDataset) and args.shuffle_dataset:  # before a map, which changes the order
         train_dataset, called = train_dataset.shuffle(seed=args.seed), f"shuffled {called}"
-    train_dataset = with_prompts_checked(train_dataset, called, given, columns)
+    train_dataset = with_prompts_checked(train_dataset, called, args, given, columns)
     if controller is None:
         controller, usual = args.make_controller(), args.defaults()["controller_kwargs"]
         if own_sampler and isinstance(controller, Gate) and controller.hold == usual["hold"] != "nothing":
@@ -157,15 +157,13 @@ def _of_data(
     writes_prompts, self_play = args.self_play["instruct"], "`self_play={'instruct': True}`"
     harness = next((name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)), None)
     overlaps, overlap = args.overlap != "none", "`overlap='one_step'`"
-    ahead, columns = f"`window={window}`", getattr(dataset, "column_names", ()) or ()
-    taken = [name for name in ("prompts", "completions") if name in columns]
+    ahead = f"`window={window}`"
     needs = "needs a dataset whose rows can be read again, and `train_dataset` is an `IterableDataset`"
     instead = "or load the dataset without streaming"
     return [
         (streamed and prunes, f"`pruning={pruning!r}` {needs}. Set `pruning='none'`, {instead}."),
         (streamed and has_planner, f"`planner` {needs}. Leave it unset, {instead}."),
         (streamed and not uniform, f"{controller_name} {needs}. Use `strategy='exact'` (`controller='uniform'`), {instead}."),
-        (taken and not args.remove_unused_columns, f"The training set has the columns {taken}, and rewards are called with what is generated under these names. Rename or remove them."),
         (dataset is None and (prunes or has_planner), "`pruning` and `planner` need prompts that come again, and there is no `train_dataset`: the environment makes them. Leave them unset, or pass a dataset whose rows `reset` reads."),
         (window > 1 and not (readable and "prompt" in dataset.column_names), f"{ahead} reads prompts before they are rolled out, and needs a `train_dataset` with a column `prompt` that is not streamed. Leave it unset."),
         (window > 1 and writes_prompts, f"{ahead} chooses among the prompts of a pass, and {self_play} has none. Leave it unset."),
@@ -235,15 +233,20 @@ def _refuse_unfit_object(name: str, kind: Any, value: Any):
     raise TypeError(f"`{name}` must be an object of your own, a `{kind.__name__}`, got {value!r}. {advice}.")
 
 
-def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any], columns: list[str] | None = None) -> Any:
-    """Refuse data without a column `prompt` (`columns`, if known), and rows without a prompt unless a `rollout_func` reads them; those of streams later."""
+def with_prompts_checked(dataset: Any, called: str, args: LZEGRPOConfig, given: Any, columns: Any = None) -> Any:
+    """Refuse columns that cannot be trained on, and rows without a prompt, unless an environment or a `rollout_func` makes it; those of a stream when read."""
+    if isinstance(dataset, dict):
+        return {name: with_prompts_checked(rows, f"{called} {name!r}", args, given) for name, rows in dataset.items()}
+    if columns is None and isinstance(dataset, (Dataset, IterableDataset)):
+        columns = columns_of(dataset)
+    taken = [name for name in ("prompts", "completions") if name in (columns or ())]
+    if taken and not args.remove_unused_columns:
+        raise ValueError(f"The {called} has the columns {taken}, which TRL itself passes to rewards. Rename them.")
     if given.get("environment_factory"):  # makes the prompts
         return dataset
-    if isinstance(dataset, (Dataset, IterableDataset)):
-        columns = columns_of(dataset) if columns is None else columns
-        if columns and "prompt" not in columns:
-            advice = "Rename the column with the prompts to `prompt`, or load it with `lze_trl.data.load_prompts`."
-            raise ValueError(f"The {called} has no `prompt` column, only {sorted(columns)}. {advice}")
+    if columns and "prompt" not in columns:
+        advice = "Rename the column with the prompts to `prompt`, or load it with `lze_trl.data.load_prompts`."
+        raise ValueError(f"The {called} has no `prompt` column, only {sorted(columns)}. {advice}")
     if given.get("rollout_func"):
         return dataset
     shows = {"image", "images"}.intersection(columns or ())
@@ -254,8 +257,6 @@ def with_prompts_checked(dataset: Any, called: str, given: dict[str, Any], colum
             raise ValueError(f"The {called} has {repr(prompt)[:200]} as the prompt of row {row}. {advice}")
         return {}
 
-    if isinstance(dataset, dict):
-        return {name: with_prompts_checked(rows, f"{called} {name!r}", given) for name, rows in dataset.items()}
     if isinstance(dataset, IterableDataset):
         return dataset.map(lambda row, i: check(row["prompt"], i) if "prompt" in row else {}, with_indices=True)
     for row, prompt in enumerate(prompts_of(dataset)):

@@ -480,7 +480,7 @@ class TRLAdapter:
         def roll_out_and_fill(prompts: list, view: Any) -> dict[str, Any]:
             output = trainer.rollout_func(prompts, view)
             if {"prompt_ids", "completion_ids", "logprobs"} <= output.keys():  # else TRL refuses it
-                tokens = ("prompt_ids", "completion_ids")  # as lists, which may come as arrays or tensors
+                tokens = ("prompt_ids", "completion_ids")  # of lists, arrays or tensors
                 output = output | {name: [[*map(int, ids)] for ids in output[name]] for name in tokens}
                 answers.fill(output["prompt_ids"], output["completion_ids"], output["logprobs"])
             return output

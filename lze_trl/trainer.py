@@ -167,7 +167,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         train_dataset, controller, self.resolved = checks.prepare(
             args, train_dataset, funcs, given, planner, controller, self._own_order, selector
         )
-        kwargs["eval_dataset"] = checks.with_prompts_checked(kwargs.get("eval_dataset"), "evaluation set", given)
+        kwargs["eval_dataset"] = checks.with_prompts_checked(kwargs.get("eval_dataset"), "evaluation set", args, given)
         callables = [reader(func, lambda readings: None, list, True) for func in funcs]
         if kwargs.get("environment_factory") is not None:
             kwargs["environment_factory"] = guarded(kwargs["environment_factory"], args.environment_timeout)

@@ -106,7 +106,7 @@ def swap_arrays(directory: Path, tensors: dict[str, np.ndarray]):
         (lambda d: cut(d / "pair.json"), ValueError, "pair.json` is damaged"),
         (lambda d: (d / "pair.json").write_text("[1]"), ValueError, "was not written by lze_trl"),
         (lambda d: rewrite(d / "pair.json", format="other"), ValueError, "was not written by lze_trl"),
-        (lambda d: rewrite(d / "pair.json", schema_version=0), ValueError, "has schema version"),
+        (lambda d: rewrite(d / "pair.json", schema_version=99), ValueError, "has schema version"),
         (lambda d: cut(d / "pair.arrays"), ValueError, "pair.arrays` is damaged"),
         # The arrays of the next save, when it was killed before its description: the same shapes, other values
         (
@@ -244,7 +244,7 @@ def test_what_is_missing_is_named(tmp_path, gone, caplog):
     with pytest.raises(store.CheckpointError, match=rf"it lacks .*{named}.* such as"):
         tiny.make(tmp_path, max_steps=3).train(resume_from_checkpoint=str(newest))
     tiny.make(tmp_path, max_steps=3, learning_rate=1e-4).train(resume_from_checkpoint=True)
-    assert f"`{newest}` is passed over: it lacks" in caplog.text and "now 0.0001; the old rate goes on" in caplog.text
+    assert f"`{newest}` is passed over: it lacks" in caplog.text and "now 0.0001. The old learning" in caplog.text
     assert f"Checkpoints of later steps, which this run takes again, are now in `{tmp_path}/replaced.1`" in caplog.text
 
 

@@ -241,7 +241,7 @@ def test_data_that_cannot_be_trained_on_is_refused_where_it_is_assigned(tmp_path
         (tiny.prompts(2), "has 2 different prompts"),
         (tiny.prompts(11).rename_column("prompt", "question"), "has no `prompt` column"),
         (None, "`train_dataset` is required"),
-        (tiny.prompts(11).rename_column("solution", "completions"), r"has the columns \['completions'\], and rewards"),
+        (tiny.prompts(11).rename_column("solution", "completions"), r"has the columns \['completions'\], which TRL"),
         (DatasetDict(train=tiny.prompts(11)), r"is a dictionary of the splits \['train'\]\. Pass one of them"),
     ):
         with pytest.raises(ValueError, match=error):

@@ -104,7 +104,7 @@ def test_what_is_no_prompt_is_named_with_its_row_wherever_it_comes_in(tmp_path, 
         tiny.make(tmp_path, dataset=dataset)
     with pytest.raises(ValueError, match=r"evaluation set 'held' has .* as the prompt of row 11\."):
         tiny.make(tmp_path, trainer={"eval_dataset": {"held": dataset}})
-    with pytest.raises(ValueError, match=r"evaluation set 'held' has no `prompt` column, only \['n'\]"):
+    with pytest.raises(ValueError, match=r"set 'held' has no `prompt` column, only \['n'\]\. Rename the column"):
         tiny.make(tmp_path, trainer={"eval_dataset": {"held": dataset.select_columns("n")}})
     by_position = partial(tiny.LZEGRPOTrainer, tiny.model(), tiny.even_length_reward, tiny.config(tmp_path))
     with pytest.raises(ValueError, match=r"evaluation set has .* as the prompt of row 11\."):

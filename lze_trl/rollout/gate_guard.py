@@ -58,7 +58,8 @@ class GateGuard:
         live, completions = drawn.alive & (seen > 0), started + (size - 1) * whole
         per_completion = self._live_per_completion(live, completions, started, (whole == 1.0) & (seen == 1.0))
         tokens, is_first = drawn.prompt_tokens + drawn.completion_tokens, places(drawn.group) == 0
-        first_tokens, all_tokens = (np.bincount(drawn.group, tokens * of, drawn.num_groups) for of in (is_first, 1))
+        first_tokens = np.bincount(drawn.group, tokens * is_first, drawn.num_groups)
+        all_tokens = np.bincount(drawn.group, tokens, drawn.num_groups)
         variances = np.nan_to_num(group_variance(drawn.signals, drawn.group, drawn.num_groups))
         worth = np.stack([live, live * variances])
         of_gate = [*(worth @ whole), first_tokens @ started + (all_tokens - first_tokens) @ whole]

@@ -111,7 +111,7 @@ class VLLMServer:
         login = [unquote(text or "") for text in (parts.username, parts.password)]
         self._auth = httpx2.BasicAuth(*login) if any(login) else None
         self.host = str(parts.hostname)
-        self._seconds = {"GET": min(request_timeout, _GET_TIMEOUT), "POST": request_timeout}
+        self._seconds = {"GET": min(request_timeout, _GET_TIMEOUT), "POST": request_timeout}  # limits by method
         self.model = self.dtype = self.logprobs_mode = ""
         # By which requests ask for the weights of the last load: the model's name, or an adapter's
         self.served_name = ""
