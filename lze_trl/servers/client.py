@@ -104,7 +104,7 @@ class VLLMServer:
         except ValueError:  # also raised for a port that is not a number
             raise ValueError(
                 "A vLLM server is given by its base URL with a port up to 65535, such as 'http://127.0.0.1:8000' "
-                f"(`vllm_server_urls`), got {without_secrets(url)!r}."
+                f"(`vllm_server_urls`), got {without_secrets(url).rpartition('@')[2]!r}."
             ) from None
         # Without the login, which libraries log, and without the suffix that OpenAI's clients want
         self.url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/").removesuffix("/v1")
