@@ -98,6 +98,7 @@ STRATEGIES: dict[str, Strategy] = {
         )
         for hold in ("completions", "nothing")
     },
+    "gate_default_g4": Strategy("`strategy: gate`, G = 4", {"strategy": "gate", "num_generations": 4}),
     "gate_default_columns": Strategy("`strategy: gate`, `report_by`", {"strategy": "gate", "report_by": ["kind"]}),
     # The same without what goes beyond a batch: one completion of each prompt, the others where the group is likely to be alive
     "gate": Strategy(
