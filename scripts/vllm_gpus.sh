@@ -3,8 +3,8 @@
 #
 #     scripts/vllm_gpus.sh 0,1,2,3 Qwen/Qwen3-4B [any option of `vllm serve`]
 #
-# They are reachable from this machine only, unless LZE_VLLM_HOST names another address. VLLM is the `vllm` command, of
-# an environment of its own if need be. Each writes a log, vllm-HOST-PORT.log. If one ends, its log's end is shown, and the
+# They are reachable from this machine only, unless LZE_VLLM_HOST names another address. VLLM is the `vllm` command; without it,
+# that of .venv-gpu here, or else of the PATH. Each writes a log, vllm-HOST-PORT.log. If one ends, its log's end is shown, and the
 # others stay, for the trainer goes on with them. To stop them all: Ctrl-C.
 set -euo pipefail
 
@@ -13,7 +13,8 @@ if [[ $# -lt 2 || ! $1 =~ ^[0-9]+(,[0-9]+)*$ ]]; then
     exit 1
 fi
 host=${LZE_VLLM_HOST:-127.0.0.1}  # not HOST, which some shells and environments set to the machine's own name
-vllm=${VLLM:-vllm}
+vllm=${VLLM:-.venv-gpu/bin/vllm}
+[[ -n ${VLLM:-} || -x $vllm ]] || vllm=vllm
 if ! command -v "$vllm" >/dev/null; then
     echo "scripts/vllm_gpus.sh: there is no command \`$vllm\`. Install vLLM, or name its command: VLLM=/path/to/vllm" >&2
     exit 1

@@ -332,7 +332,7 @@ def test_what_a_csv_calls_none_is_text(tmp_path):
         ("a.csv", b"prompt,answer\n1,2\n", r"column 'prompt', row 0 \(from 0\) holds 1\."),
         ("a.csv", b"question,answer,source\nIn 1,000 m?,1,mine\n", "has rows with more fields than its first line"),
         ("folder/a.csv", b"question,answer\nA?,1,\n", "has rows with more fields than its first line"),
-        ("a.jsonl", lines({"problem": "A?", "answer": 3**50}), r"7\.178979876918526e\+23 was read as a float, and may have lost"),
+        ("a.jsonl", lines({"problem": "A?", "answer": [3**50]}), r"7\.178979876918526e\+23 was read as a float, and may have lost"),
         ("a.jsonl", lines({"prompt": ["hi"], "answer": "1"}), r"row 0 \(from 0\) holds \['hi'\]"),
         ("a.jsonl", lines(*TRL, {"prompt": [{"role": "user", "text": "2?"}], "solution": "4"}), r"row 1 \(from 0\) holds .*'text': '2\?'"),
         ("a.jsonl", lines({"problem": "A?", "answer": None}), r"found \['answer', 'problem'\], of which \['answer'\] hold nothing in any row"),

@@ -113,8 +113,6 @@ class Columns:
         if isinstance(feature, ClassLabel):
             value = None if value is None or value < 0 else feature.int2str(value)
         try:
-            if isinstance(value, float) and value.is_integer() and abs(value) > 2**53:
-                raise TypeError(f"{value!r} was read as a float, and may have lost digits. Write the answers as text.")
             return gold_text(value)
         except TypeError as error:
             raise DataError(f"{self.source!r}, column {self.answer!r}: {error} {advice('answer_column')}") from error

@@ -140,6 +140,8 @@ def gold_text(value: Any) -> str | None:
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return None
     if isinstance(value, float):
+        if abs(value) > 2**53:
+            raise TypeError(f"{value!r} was read as a float, and may have lost digits. Write the answers as text.")
         return str(int(value)) if value.is_integer() else f"{Decimal(repr(value)):f}"
     if isinstance(value, (str, int)):
         return str(value).strip() or None
