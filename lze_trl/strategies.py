@@ -53,6 +53,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def settings_of(name: str) -> dict[str, Any]:
     """Return all settings of a strategy, including those of `BASE`; raises `ValueError` for an unknown name."""
-    if name not in STRATEGIES:
+    if name not in list(STRATEGIES):
         raise ValueError(f"`strategy` must be one of {list(STRATEGIES)}, got {name!r}.{near(str(name), STRATEGIES)}")
     return BASE | STRATEGIES[name]
