@@ -52,10 +52,16 @@ def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str
     values: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for part, owner in parts.items():
         for key, value in owner.state_dict().items():
-            if isinstance(value, np.ndarray):  # safetensors writes the memory of an array as it lies there
-                arrays[f"{part}/{key}"] = np.asarray(value, order="C")
-            else:
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+                arrays[f"{part}/{key}"] = np.asarray(
+                    value, order="C"
+                )  # safetensors writes its memory as it lies there
+            elif json.loads(json.dumps(value, default=repr)) == value:
                 values[part][key] = value
+            else:
+                raise CheckpointError(
+                    f"{part}: {key!r} of a `state_dict()` must be numbers in an array, or JSON, got {value!r}."
+                )
     data = safetensors.numpy.save(arrays)
     head = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "checksum": xxhash.xxh64(data).hexdigest()}
     directory = Path(directory)

@@ -6,6 +6,7 @@ from copy import copy, deepcopy
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
+import numpy as np
 from trl import GRPOConfig
 
 from .pack.weights import LOSS_TYPES
@@ -284,6 +285,8 @@ class LZEGRPOConfig(GRPOConfig):
         return copied
 
     def __post_init__(self):
+        numbers = {name: value.item() for name, value in vars(self).items() if isinstance(value, np.generic)}
+        vars(self).update(numbers)  # of NumPy: checkpoints and reports are JSON
         if self.advantage_estimator != "grpo" and self.scale_rewards is None:
             self.scale_rewards = "none"
         chosen = settings_of(self.strategy) | self._adapted()
@@ -293,8 +296,7 @@ class LZEGRPOConfig(GRPOConfig):
         self._check_values()
         super().__post_init__()
         self._fill_blocks()
-        # The parts refuse values that do not fit together
-        self.make_controller()
+        self.make_controller()  # the parts refuse values that do not fit together
         if self.packing is None:  # a quantile is taken of the rows that share a micro-batch
             self.packing = self.top_entropy_quantile == 1.0
 

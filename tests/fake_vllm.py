@@ -187,8 +187,7 @@ class FakeVLLM:
         ]
         if callable(fault):  # any change of the last completion
             fault(choices[-1])
-        # Any order: the client has to look at the index
-        return 200, {"choices": choices[::-1][fault == SHORT :]}
+        return 200, {"choices": choices[::-1][fault == SHORT :]}  # any order: the client has to look at the index
 
     def _respond(self, handler: BaseHTTPRequestHandler, status: int, content: dict | str | None, fault):
         data = (content if isinstance(content, str) else json.dumps(content)).encode() if content else b""

@@ -25,8 +25,7 @@ def advantages_of(outcomes: list[list[float]], scale: str) -> np.ndarray:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_dead_group_has_exactly_no_advantage(scale):
-    # Three times 0.1 sums to 0.30000000000000004: its mean is not 0.1
-    for value in (0.1, 1 / 3, 1e6 + 0.1):
+    for value in (0.1, 1 / 3, 1e6 + 0.1):  # three times 0.1 sums to 0.30000000000000004: its mean is not 0.1
         advantages = advantages_of([[value] * 3, [value] * 7, [value, value + 1]], scale)
         assert (advantages[:10] == 0.0).all()
         assert (advantages[10:] != 0.0).all()

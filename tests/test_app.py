@@ -79,13 +79,13 @@ def test_a_folder_stands_for_the_runs_below_it(runs, tmp_path):
     (tmp_path / "sweep" / "link").symlink_to(runs / "b")
     book = RunBook([str(tmp_path / "sweep"), str(runs / "b")])
     assert book.ids == ["a", "deep/b 2", "b"]
-    opened = book.open("a")
-    shutil.copytree(runs / "b", tmp_path / "sweep" / "late")
-    assert "late" not in book.ids
+    opened = [book.open("a"), book.open("b")]
+    shutil.copytree(runs / "b", tmp_path / "sweep" / "b")
+    assert "b-2" not in book.ids
     book.look()
-    assert book.ids == ["a", "deep/b 2", "late", "b"]
-    assert book.open("a") is opened
-    assert book.open("late").summary() == book.open("b").summary()
+    assert book.ids == ["a", "b-2", "deep/b 2", "b"]  # a name that a run has stays its own
+    assert [book.open("a"), book.open("b")] == opened
+    assert book.open("b-2").summary() == book.open("b").summary()
     os.utime(tmp_path / "sweep/deep/b 2/telemetry/status.json", (2e9, 2e9))  # it trains, and the others do not
     assert (book.latest, RunBook([]).latest) == ("deep/b 2", None)
 

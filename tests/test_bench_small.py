@@ -221,8 +221,7 @@ def test_the_demo_with_a_language_model_tells_what_both_runs_came_to(tmp_path, m
 
 
 def test_tokens_that_trl_computes():
-    # Process 0 pads to 3 + 9, process 1 to 4 + 2
-    batch = Lengths(np.array([3, 1, 4, 2]), np.array([1, 9, 2, 2]))
+    batch = Lengths(np.array([3, 1, 4, 2]), np.array([1, 9, 2, 2]))  # process 0 pads to 3 + 9, process 1 to 4 + 2
     assert padding.trl_tokens(batch, processes=2) == 2 * (3 + 9) + 2 * (4 + 2)
     assert padding.trl_tokens(batch, processes=1) == 4 * (4 + 9)
 
@@ -237,8 +236,7 @@ def test_real_and_computed_tokens_of_all_processes():
     # In a single micro-step, each process computes 2 × 2010
     single = padding.packed(batch, rows, Geometry(2, 1, 1, 2))
     assert padding.computed(batch, rows, single, processes=2) == (4_100, 8_040)
-    # Each row stays on the process that holds it
-    assert sorted(layout.rows_of(0).tolist()) == [0, 1]
+    assert sorted(layout.rows_of(0).tolist()) == [0, 1]  # each row stays on the process that holds it
 
 
 def test_completions_of_the_gate_on_several_processes():

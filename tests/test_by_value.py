@@ -115,8 +115,7 @@ def test_the_parts_make_the_whole(tmp_path, chat, capsys):
     # Prompts are found by a value
     assert len(run.prompts(search=f"source={hard.upper()}")) == sum(run.prompt_counts(f"source={hard}").values()) == 5
     assert run.prompts(search="source=mid level=0.5").shape[0] == 1 and run.prompts(search="source=none").empty
-    # To the Hub go those of columns that are named
-    for texts in ((), ("source",)):
+    for texts in ((), ("source",)):  # to the Hub go those of columns that are named
         hub._copy_public(tmp_path, tmp_path / "copies" / str(len(texts)), texts)
         copy = open_run(tmp_path / "copies" / str(len(texts)))
         told = " ".join(copy.sql("SELECT DISTINCT name FROM steps")["name"])

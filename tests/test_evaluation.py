@@ -192,7 +192,8 @@ def test_other_tasks_in_a_folder_are_kept_and_other_settings_replace_them(tmp_pa
     third = run(lambda request: "0", tmp_path, {"three": problems(3)})
     assert list(third["tasks"]) == ["one", "two", "three"]
     assert third["tasks"].items() >= both["tasks"].items()
-    assert third["mean"] is None  # it would be over other tasks
+    three = {"one": problems(4), "two": problems(5), "three": problems(3)}
+    assert third["mean"] == run(lambda request: "0", tmp_path / "at once", three)["mean"]
     assert [sample.id for sample in read_samples(tmp_path / "two.jsonl")] == [problem.id for problem in problems(5)]
     assert list(run(lambda request: "0", tmp_path, temperature=1.0)["tasks"]) == ["sums"]
 

@@ -217,9 +217,11 @@ def write_logs(folder, steps=(1, 2), **columns):
 
 def test_logs_of_plain_trl(tmp_path, capsys):
     write_logs(tmp_path)
-    one = {"prompt": ["a"], "completion": ["x"], "accuracy": [1]}  # of an evaluation
-    pd.DataFrame(one).to_parquet(tmp_path / "completions" / "completions_00003.parquet")
+    rows = [("a", "x", 1), ("b", "x", 1), ("b", "y", 0)]  # of an evaluation, or of a log that was cut off
+    others = pd.DataFrame(rows, columns=["prompt", "completion", "accuracy"])
+    others.to_parquet(tmp_path / "completions" / "completions_00003.parquet")
     found = sample_of_folder(tmp_path)
+    assert found.source.endswith("without 2 groups of other sizes") and found.size == 3
     assert sorted(found.causes) == ["", "", "same_text", "same_text", "solved", "solved"]
     assert (found.constant, found.unit, found.horizon) == ({"format": 0.0}, "characters", Horizon(3, 3, 2))
     cli.main(["forecast", str(tmp_path)])

@@ -61,8 +61,7 @@ def test_at_first_the_posterior_forecasts():
     np.testing.assert_allclose(model, by_posterior(known, SIZE), atol=1e-12)
     np.testing.assert_array_equal(model, posterior)
     np.testing.assert_array_equal(Foresight().alive(known, SIZE), model)
-    # Sizes that differ, and groups that cannot be alive
-    sizes = np.arange(50) % 5
+    sizes = np.arange(50) % 5  # sizes that differ, and groups that cannot be alive
     np.testing.assert_allclose(Foresight().alive(known, sizes), by_posterior(known, sizes) * (sizes > 1), atol=1e-12)
 
 

@@ -274,8 +274,7 @@ def test_rollouts_in_use_are_shared_out_as_before(tmp_path, name):
 
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 1}])
 def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, length):
-    # 17 prompts, 3 a batch: 5 steps an epoch
-    whole, resumed = whole_and_resumed(tmp_path, **length)
+    whole, resumed = whole_and_resumed(tmp_path, **length)  # 17 prompts, 3 a batch: 5 steps an epoch
     assert whole.state.global_step == 5
     assert_same(whole, resumed)
 

@@ -155,8 +155,7 @@ def test_gold_decides_where_there_is_gold():
     assert judge("1", "1", "1", "2", gold="2") == [0.0, 0.0, 0.0, 1.0]
     assert judge("1", "1", "1", "1", gold="1", bounds=(0.2, 0.8)) == [1.0] * 4
     assert judge("1", "1", "1", "2", gold="2", labelled="none") == [1.0, 1.0, 1.0, 0.0]
-    # Without gold, or one that cannot be read, the vote decides
-    for none in (None, "", "}"):
+    for none in (None, "", "}"):  # without gold, or one that cannot be read, the vote decides
         assert judge("1", "1", "1", "2", gold=none) == [1.0, 1.0, 1.0, 0.0]
 
 

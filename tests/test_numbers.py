@@ -80,8 +80,7 @@ def test_a_share_is_estimated_in_its_range_or_not_at_all(groups, data):
 def test_stopped_groups_count_by_those_that_chance_has_completed():
     stopped, alive = StoppedGroups(), np.array([True, False, False, False])
     assert np.isnan(stopped.observe(alive, np.array([1.0, 0.0, 0.0, 0.0]))[1:]).all()
-    # One of a chance of 1/4 is live, one of 1/2 is not: 4 of 6
-    expected = [1.0, 2 / 3, 2 / 3, 2 / 3]
+    expected = [1.0, 2 / 3, 2 / 3, 2 / 3]  # one of a chance of 1/4 is live, one of 1/2 is not: 4 of 6
     found = stopped.observe(np.array([True, True, False, False]), np.array([1.0, 0.25, 0.5, 0.0]))
     np.testing.assert_allclose(found, expected)
     resumed = StoppedGroups()
@@ -129,8 +128,7 @@ def test_all_pages_show_what_is_logged(gated, capsys):
     }
     for name, values in shown.items():
         assert values.dropna().to_dict() == pytest.approx(logged[name], abs=1e-6), name
-    # Charts and Compare
-    figures = shown_lines(charts.overview(run))
+    figures = shown_lines(charts.overview(run))  # charts and Compare
     drawn = shown_rewards(charts.overview(run))
     assert list(drawn["total"]["training"].y) == points.reward_mean.tolist()
     assert list(drawn["correct"]["training"].y) == rewards["correct"].tolist()
@@ -225,8 +223,7 @@ def test_a_policy_that_answers_nothing_has_collapsed(tmp_path):
     lines = told(advice, np.tile([0.0, 0.2], (16, 1)), [4] * 4, **empty)
     assert list(lines) == ["collapsed"]
     assert "100% of the completions were empty: the policy has collapsed on `short` (0.2 of 0.2)" in lines["collapsed"]
-    # A text of its own for every prompt, always the same one
-    other = adviser(tmp_path, ("correct", "short"))
+    other = adviser(tmp_path, ("correct", "short"))  # a text of its own for every prompt, always the same one
     one_text = {"completion_tokens": np.repeat([3, 4, 5, 6], 4), "logprobs": np.full(16, -1e-3)}
     lines = told(other, np.tile([0.0, 0.2], (16, 1)), [4] * 4, **one_text)
     assert "had one text only" in lines["collapsed"] and "constant" not in lines

@@ -97,6 +97,10 @@ CASES = [
     ("train good.yaml --datasets none.jsonl", "'none.jsonl'"),
     *((f"train good.yaml --datasets {n}.jsonl", f"{n}.jsonl") for n in ("empty", "binary", "other")),
     *((f"train good.yaml --datasets {n}", n) for n in ("short.parquet", "runs")),
+    (
+        "train good.yaml --hub_telemetry_id me/a+b",
+        "`hub_telemetry_id` must be a name on the Hub, such as 'me/run', got 'me/a+b'",
+    ),
     ("train good.yaml --output_dir binary", "binary` cannot be the output folder"),
     ("train good.yaml --output_dir binary/below", "binary/below` cannot be the output folder"),
     (f"train good.yaml --output_dir {LONG}", "xxx` cannot be the output folder"),

@@ -209,8 +209,7 @@ def test_no_more_rows_move_than_have_to(batch, seed):
 
 @pytest.mark.parametrize("cost", [REPLICATED_COST, SHARDED_COST])
 def test_a_batch_of_uneven_lengths_has_little_padding(cost):
-    # 8 processes × 4 rows × 64 micro-steps, four optimizer steps, ρ = 0.4
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(0)  # 8 processes × 4 rows × 64 micro-steps, four optimizer steps, ρ = 0.4
     count = round(0.4 * 8 * 4 * 256)
     completions = np.clip(np.exp(rng.normal(np.log(512), 0.8, count)), 1, 4_096).astype(int)
     prompts = rng.integers(16, 65, size=count)

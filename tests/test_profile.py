@@ -259,6 +259,8 @@ def test_a_recipe_trains_on_what_is_kept(tmp_path, capsys):
     assert 0 < len(kept) < 30 and all(before[row["prompt_id"]] == row["prompt"] for row in kept)
     shown = capsys.readouterr()
     assert f"{len(kept)} prompts" in shown.out and "Loading libraries" in shown.err
+    cli.main(["profile", recipe, "--output", str(tmp_path / "profile"), "--keep", "0.0001:0.0002"])
+    assert "0 prompts" in capsys.readouterr().out and not (tmp_path / "profile" / "kept").exists()
     with pytest.raises(SystemExit):
         cli.main(["profile", recipe, "--output", str(tmp_path / "p"), "--keep", "0.9:0.1"])
     assert "must be two pass rates such as 0.05:0.95, got 0.9:0.1" in capsys.readouterr().err

@@ -180,8 +180,7 @@ def test_a_batch_of_several_takes_holds_no_prompt_twice(num_prompts, shuffle, da
                 assert set(passes[-1]) <= set(batch.tolist())
         handed_out += batch.tolist()
         state.score_and_store(rollouts({row: [0.0 if row in never else 1.0] for row in batch.tolist()}))
-    # What is handed out is one pass after another, each active prompt once
-    for rows in passes:
+    for rows in passes:  # what is handed out is one pass after another, each active prompt once
         part, handed_out = handed_out[: len(rows)], handed_out[len(rows) :]
         assert len(set(part)) == len(part)
         assert set(part) == set(rows) or (not handed_out and set(part) <= set(rows))

@@ -96,8 +96,7 @@ def value(gold):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 997])
 def test_golds_of_other_problems_do_not_match(golds, step):
-    # Neighbours in the alphabet are alike, and those further away are not
-    others = golds[step:] + golds[:step]
+    others = golds[step:] + golds[:step]  # neighbours in the alphabet are alike, and those further away are not
     assert [pair for pair in not_wrong(golds, others) if value(pair[0]) != value(pair[1])] == []
 
 

@@ -25,8 +25,7 @@ def test_the_groups_of_highest_energy_are_always_recorded():
     found = [recorded_rows("sampled", generation, group, energies).tolist() for generation in range(40)]
     assert all({1, 2, 4, 6} <= set(rows) for rows in found)  # of groups 1, 3 and 5
     assert {tuple(sorted({*rows} - {1, 2, 4, 6})) for rows in found} == {(), (0,), (3,), (5,), (7,)}
-    # A dead group only where it is drawn
-    few = np.array([0.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0])
+    few = np.array([0.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0])  # a dead group only where it is drawn
     assert all(4 in (rows := recorded_rows("sampled", i, group, few)) and len(rows) <= 3 for i in range(40))
 
 

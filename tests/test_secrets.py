@@ -124,8 +124,7 @@ def test_no_secret_is_left_anywhere_and_nothing_private_is_pushed(tmp_path, serv
     assert facts and all(fact == {"level": 1} for fact in facts)
     completions = rows(server.folder / "me/run", "completions")
     assert completions and all(row["completion"] is None and row["reward"] in (0.0, 1.0) for row in completions)
-    # What was damaged is left out, and named
-    assert "me/run/evaluations/step-000001/results.json" in pushed
+    assert "me/run/evaluations/step-000001/results.json" in pushed  # what was damaged is left out, and named
     assert "me/run/evaluations/odd/results.json" not in pushed
     for words in ("groups/", "odd/results.json", "odder/results.json", "The prompt state is left out"):
         assert words in said.stderr, words

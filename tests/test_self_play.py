@@ -80,8 +80,7 @@ def test_new_prompts_come_first_and_are_retired_after_their_visits():
     grow(13)
     assert len(own) == 4
     assert own.take(3).tolist() == [3, 2, 0]
-    # 1 was visited once, 3 and 2 once, 0 twice
-    saved = own.state_dict()
+    saved = own.state_dict()  # 1 was visited once, 3 and 2 once, 0 twice
     assert own.take(2, taken=np.array([1])).tolist() == [3, 2]
     assert own.take(9).tolist() == [1]
     assert (len(own), own.take(1).tolist()) == (0, [])
@@ -128,8 +127,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(model, tmp_path, settings):
 
 
 def test_two_processes_write_and_train_as_one(model):
-    # One round of answers differs if the weights do: written problems depend on every token
-    for processes in (1, 2):
+    for processes in (1, 2):  # one round of answers differs if the weights do: written problems depend on every token
         launch(model, processes, play_run.run, {"twice": {"self_play": {"reuse": 2, "requests": 3}}})
     visits = assert_one(model, "twice")["pool"]["visits"]
     assert (sum(visits), max(visits)) == (15, 2)

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import yaml
 from trl import GRPOConfig, TrlParser
@@ -66,8 +67,7 @@ def test_what_is_given_besides_wins(tmp_path, name):
             changed -= {"controller_kwargs", "window"}
         # The quota is that of a ranking
         assert changed <= ({field, "selector"} if (name, field) == (DEFAULT, "selection_ratio") else {field})
-    # Also where what is given is what the default strategy has
-    for field, value in settings_of(DEFAULT).items():
+    for field, value in settings_of(DEFAULT).items():  # also where what is given is what the default strategy has
         if not isinstance(value, dict):
             assert vars(tiny.config(tmp_path, strategy=name, **{field: value}))[field] == value
 
@@ -139,7 +139,7 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
     ("given", "chosen"),
     [
         ({}, ("signal", 4)),
-        ({"window": 1}, ("signal", 1)),
+        ({"window": np.int64(1)}, ("signal", 1)),
         ({"pruning": "refill"}, ("signal", 4)),
         ({"pruning": "skip"}, ("nothing", 1)),  # which makes batches smaller
         ({"controller": "uniform"}, (None, 4)),
@@ -147,7 +147,9 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
 )
 def test_the_gate_chooses_prompts_ahead_and_holds_the_signal(tmp_path, given, chosen):
     args = tiny.config(tmp_path, strategy="gate", **given)
-    assert (args.controller_kwargs.get("hold"), args.window) == chosen
+    assert (args.controller_kwargs.get("hold"), args.window) == chosen and type(
+        args.window
+    ) is int  # JSON has no other
 
 
 def test_the_gate_keeps_to_the_order_and_says_so_where_prompts_cannot_be_read_ahead(tmp_path, caplog):

@@ -170,8 +170,7 @@ def test_status_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(telemetry_writer, "RENEWED_SECONDS", 1000.0)
     clock[0] = 1065.0
     run = open_run(tmp_path)
-    # 15 s a step; of ten, the fifth has begun at 1060 s
-    known = {"steps": 5, "max_steps": 10, "updated": 1060.0}
+    known = {"steps": 5, "max_steps": 10, "updated": 1060.0}  # 15 s a step; of ten, the fifth has begun at 1060 s
     assert run.status() == known | {"state": "running", "seconds_left": 15.0 * 6 - 5.0}
     clock[0] = 1125.0  # a minute without a sign of life
     assert run.status() == known | {"state": "crashed", "seconds_left": None}

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 import tiny
 from launches import run_to_end
 from lze_trl import LZEGRPOTrainer
-from lze_trl.job import cli
+from lze_trl.job import RecipeError, cli
 from lze_trl.job.dry_run import most_completions
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import build_trainer, main, run, starting_point
+from lze_trl.record import open_run
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,15 +88,23 @@ def test_a_run_that_was_stopped_after_its_last_step_is_finished(job, tmp_path, m
     finished, again = train(recipe), train(recipe)  # once more, where there is nothing left to do
     for name in ("accuracy_before", "accuracy_after", "rows_rolled_out", "rows_trained", "update_tokens"):
         assert again[name] == finished[name] == whole[name]
-    assert uploads.count("End of training") == 3
+    assert uploads == ["End of training"] * 3
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
     assert all((first[name] == second[name]).all() for name in first)
 
 
-def test_a_report_that_fails_does_not_cost_the_upload(job, monkeypatch, caplog):
+def test_a_report_or_an_upload_that_fails_costs_nothing_else(job, monkeypatch, caplog, capsys, tmp_path):
     monkeypatch.setattr("lze_trl.app.report.write_report", Mock(side_effect=ValueError("no")))
-    train(job(max_steps=1))
-    assert "try again with `lze-trl report" in caplog.text
+    monkeypatch.setattr(LZEGRPOTrainer, "push_to_hub", Mock(side_effect=OSError("403 Forbidden")))
+    made = {"push_in_progress": None, "hub_model_id": "me/model"}
+    monkeypatch.setattr(LZEGRPOTrainer, "init_hf_repo", lambda self, **kwargs: vars(self).update(made))
+    told = r"saved in `.*run`, but was not uploaded: 403 Forbidden\. Upload it with `hf upload me/model .*run`"
+    with pytest.raises(RecipeError, match=told):
+        train(job(max_steps=1, push_to_hub=True, hub_strategy="end", hub_model_id="me/model"))
+    assert "try again with `lze-trl report" in caplog.text and "wasted: " in capsys.readouterr().out
+    assert (
+        open_run(tmp_path / "run").status()["state"] == "finished" and (tmp_path / "run/trainer_state.json").is_file()
+    )
 
 
 def test_resume_points(job, tmp_path, caplog):
@@ -178,8 +187,7 @@ def test_the_command_launches_without_noise(job, tmp_path):
 def test_the_command_trains_on_two_processes(job, tmp_path, name):
     flags = "--accelerate_config", name, "--main_process_port", str(tiny.free_port()), "--max_steps", "2"
     done = lze_trl_train(job(per_device_train_batch_size=6), *flags)
-    # By the main process alone
-    for beginning in ("learning: ", "wasted: ", "saved: "):
+    for beginning in ("learning: ", "wasted: ", "saved: "):  # by the main process alone
         assert sum(line.startswith(beginning) for line in done.stdout.splitlines()) == 1
     assert len(re.findall(r"^step +\d+  held-out reward", done.stdout, re.M)) == 2
     run_dir = tmp_path / "run"

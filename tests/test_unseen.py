@@ -244,8 +244,7 @@ def test_no_prompt_is_lost_or_comes_twice_and_a_resumed_pass_goes_on(count, wind
     resumed.load_state_dict(whole.state_dict())
     rest = batches(whole, 12)
     assert batches(resumed, 12) == rest
-    # What is handed out, or left to the next pass, of the first pass is every prompt once
-    if whole.pass_index > 0:
+    if whole.pass_index > 0:  # what is handed out, or left to the next pass, of the first pass is every prompt once
         given_out = [row for _, rows, left in [*done, *rest] for row in [*rows, *left]]
         assert set(given_out) == set(range(count))
 

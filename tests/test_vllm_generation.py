@@ -154,8 +154,7 @@ def test_a_resume_after_a_failure_syncs_again(fake, tmp_path):
     with pytest.raises(RuntimeError, match="the judge is away"):
         trainer.train()
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
-    # What it had was of step 2
-    assert loads == [1, 2, 3, 4, 5]
+    assert loads == [1, 2, 3, 4, 5]  # what it had was of step 2
 
 
 def test_only_changed_weights_are_synced(fake, tmp_path):

@@ -134,13 +134,11 @@ def test_a_failed_export_ends_the_gathers_and_leaves_nothing(accelerator, tmp_pa
     model = tiny.model()
     with pytest.raises(SafetensorError, match="No space left"):
         export_weights(model, accelerator, tmp_path / "new", max_shard_bytes=1)
-    # Other processes wait in each of them
-    assert gathered == [name for name, _ in model.named_parameters()]
+    assert gathered == [name for name, _ in model.named_parameters()]  # other processes wait in each of them
     assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_is_bounded_by_the_shards(tmp_path):
     result = measure(megabytes=256, shard_megabytes=8, directory=str(tmp_path))
-    # Two shards, and the largest tensor twice; a copy of the model would be 1
-    assert 0 < result["ratio"] < 0.5
+    assert 0 < result["ratio"] < 0.5  # two shards, and the largest tensor twice; a copy of the model would be 1
     assert list(tmp_path.iterdir()) == []

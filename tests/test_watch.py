@@ -132,8 +132,7 @@ def test_log_probs_of_a_rollout_func_win_over_those_that_were_watched(tmp_path):
 
 
 def test_a_processor_of_the_user_outlives_every_batch(tmp_path):
-    # Only digits may be sampled, by a method that the user has set on the model object
-    model, seen = tiny.model(), []
+    model, seen = tiny.model(), []  # only digits may be sampled, by a method that the user has set on the model object
     digits = torch.tensor(tiny.tokenizer().convert_tokens_to_ids(list("0123456789")))
     original = model._get_logits_processor
 

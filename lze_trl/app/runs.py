@@ -15,21 +15,23 @@ class RunBook:
 
     def __init__(self, sources: list[str]):
         self._sources = [str(source) for source in sources]
+        self._ids: dict[tuple[int, str], str] = {}  # by the source's place, and the folder or Hub id
         self._folders: dict[str, str] = {}  # folder or Hub id of each run, by id
         self._open: dict[str, Run] = {}  # by folder
         self._lock = threading.Lock()
         self.look()
 
     def look(self):
-        """Look for new runs. Runs that are already open stay open."""
-        folders: dict[str, str] = {}
-        for name, folder in (found for source in self._sources for found in _runs_below(source)):
-            name = displayed(name)
+        """Look for new runs. Runs that are known keep their ids, and open ones stay open."""
+        sources = enumerate(self._sources)
+        found = {(i, path): displayed(name) for i, source in sources for name, path in _runs_below(source)}
+        ids = {key: id for key, id in self._ids.items() if key in found}
+        for key, name in found.items():
             id, count = name, 2
-            while id in folders:
+            while key not in ids and id in ids.values():
                 id, count = f"{name}-{count}", count + 1
-            folders[id] = folder
-        self._folders = folders
+            ids.setdefault(key, id)
+        self._ids, self._folders = ids, {ids[key]: key[1] for key in found}
 
     @property
     def ids(self) -> list[str]:
@@ -49,9 +51,8 @@ class RunBook:
     def open(self, id: str | None) -> Run:
         """Return the run of an id, with everything recorded until now. Raises a [`TelemetryError`] if it cannot be shown."""
         if not self._folders:
-            raise MissingTelemetryError(
-                "The app was started without a run. Give it the `output_dir` of a training, as in `lze-trl app runs/demo`."
-            )
+            told = "The app was started without a run. Give it the `output_dir` of a training, as in"
+            raise MissingTelemetryError(f"{told} `lze-trl app runs/demo`.")
         if id not in self._folders:
             raise MissingTelemetryError("The app was not given a run of this name. Choose one from the list.")
         folder = self._folders[id]

@@ -22,9 +22,8 @@ from .tasks import find_tasks, load_problems
 def run(flags: argparse.Namespace) -> Path:
     """Do what the flags say, print tables, and return the folder of the evaluation."""
     if not flags.tasks or (flags.model is None and flags.server is None):
-        raise EvaluationError(
-            "Nothing to evaluate. Give a model, or a running server with `--server URL`, and name tasks with `--tasks`."
-        )
+        told = "Nothing to evaluate. Give a model, or a running server with `--server URL`,"
+        raise EvaluationError(f"{told} and name tasks with `--tasks`.")
     datasets.disable_progress_bars()
     disable_progress_bar()
     evaluation = _evaluation(flags)
@@ -39,9 +38,8 @@ def run(flags: argparse.Namespace) -> Path:
         engine = TransformersEngine.load(flags.model, flags.batch_size, flags.dtype)
     folder = Path(flags.output or folder_of(flags.model or engine.name))
     if flags.compare and folder.resolve() == Path(flags.compare).resolve():
-        raise EvaluationError(
-            f"`--compare {flags.compare}` would be replaced by this evaluation. Give another `--output`."
-        )
+        told = f"`--compare {flags.compare}` would be replaced by this evaluation."
+        raise EvaluationError(f"{told} Give another `--output`.")
     results = evaluation.run(engine, folder)
     sys.stdout.write(f"{table_of({folder.name: results}).to_string(index=False)}\n")
     for task, counts in results["tasks"].items():
@@ -58,10 +56,8 @@ def _evaluation(flags: argparse.Namespace) -> Evaluation:
     length: dict[str, Any] = {"max_tokens": None} if flags.server else {}
     decoding = Decoding(**length | sampling | decoding_flags(flags))
     if not callable(reward := get_reward(flags.reward)):
-        raise EvaluationError(
-            f"The reward {flags.reward!r} judges groups, not completions. Use 'accuracy': with `--samples` above 1, the majority is "
-            "among the results, as maj@k."
-        )
+        told = f"The reward {flags.reward!r} judges groups, not completions. Use 'accuracy':"
+        raise EvaluationError(f"{told} with `--samples` above 1, the majority is among the results, as maj@k.")
     problems = {task.name: load_problems(task, decoding, flags.limit) for task in find_tasks(flags.tasks)}
     return Evaluation(problems, decoding, flags.samples, reward)
 
@@ -79,25 +75,24 @@ def folder_of(model: str) -> Path:
 def check_comparable(folder: Path, evaluation: Evaluation):
     """Raise an [`EvaluationError`] unless a folder holds an evaluation decoded and scored in the same way. Seeds may differ."""
     if not (folder / FILE).is_file():
-        raise EvaluationError(
-            f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model first, with the same "
-            "flags, and give the folder that the command names."
+        told = (
+            f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model first,"
         )
+        raise EvaluationError(f"{told} with the same flags, and give the folder that the command names.")
     results = read_file(folder / FILE)
     if not results:
         raise EvaluationError(f"`{folder / FILE}` holds no results of an evaluation. Evaluate that model anew.")
     if missing := sorted(set(evaluation.tasks) - set(results["tasks"])):
-        raise EvaluationError(
-            f"`{folder}` has no results of the tasks {missing}. Evaluate that model on them first, or leave them out."
-        )
+        told = f"`{folder}` has no results of the tasks {missing}."
+        raise EvaluationError(f"{told} Evaluate that model on them first, or leave them out.")
     there, now = results | results["decoding"], evaluation.settings | evaluation.settings["decoding"]
     changed = [name for name in now if name not in ("seed", "decoding") and there.get(name) != now[name]]
     if changed:
         differences = "; ".join(f"{name}: {there.get(name)!r} there, {now[name]!r} now" for name in changed)
-        raise EvaluationError(
-            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({differences}). "
-            "Give the same flags, or evaluate that model anew."
+        told = (
+            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({differences})."
         )
+        raise EvaluationError(f"{told} Give the same flags, or evaluate that model anew.")
 
 
 def _comparison(folder: Path, other: Path, tasks: Iterable[str]) -> str:

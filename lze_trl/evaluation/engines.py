@@ -213,10 +213,8 @@ class ServerEngine:
         """Complete requests, in whatever order the servers finish."""
         shortest = min(server.max_model_len for server in self.pool.servers)
         if decoding.max_tokens is not None and decoding.max_tokens >= shortest:
-            raise EvaluationError(
-                f"`max_tokens={decoding.max_tokens}` leaves no room for a prompt in the servers' context of {shortest} "
-                "tokens. Lower it, or start the servers with a larger `--max-model-len`."
-            )
+            told = f"`max_tokens={decoding.max_tokens}` leaves no room for a prompt in the servers' context of {shortest} tokens."
+            raise EvaluationError(f"{told} Lower it, or start the servers with a larger `--max-model-len`.")
         asked = list(requests)
         for place, output in self.pool.stream([partial(_answer, request, decoding) for request in asked]):
             yield asked[place], output

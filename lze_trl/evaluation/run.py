@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import json
-from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -63,7 +62,11 @@ class Evaluation:
     def settings(self) -> dict[str, Any]:
         """Return how samples are decoded and scored, as it is read back from JSON."""
         decoding = asdict(self.decoding) | {"stop": list(self.decoding.stop)}
-        return {"samples": self.samples, "reward": get_callable_name(self.reward), "decoding": decoding}
+        module, name = self.reward.__module__, get_callable_name(self.reward)
+        reward = (
+            name if module.startswith("lze_trl.") else f"{module}.{name}"
+        )  # two files may have a reward of one name
+        return {"samples": self.samples, "reward": reward, "decoding": decoding}
 
     def run(self, engine: Sampler, folder: Path, progress: bool = True) -> dict[str, Any]:
         """
@@ -78,18 +81,18 @@ class Evaluation:
         tasks = before["tasks"] if {name: before.get(name) for name in settings} == settings else {}
         if not tasks:  # the samples of the old results are replaced from here on
             path.unlink(missing_ok=True)
-        values_by_metric: dict[str, list[list[float]]] = defaultdict(list)
+        scores = {task: scores_of(read_samples(folder / f"{task}.jsonl"))[0] for task in tasks}
         for task, problems in self.tasks.items():
             samples = self._sampled(engine, task, progress)
             lines = [json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
             write_atomically(folder / f"{task}.jsonl", "".join(lines).encode())
-            scores, counts = scores_of(samples)
-            for metric, values in scores.items():
-                values_by_metric[metric].append(values)
-            metrics = {metric: estimate(values) for metric, values in scores.items()}
+            scores[task], counts = scores_of(samples)
+            metrics = {metric: estimate(values) for metric, values in scores[task].items()}
             tasks[task] = {"metrics": metrics, "problems": len(problems), **counts}
-            complete = {name: values for name, values in values_by_metric.items() if len(values) == len(tasks) > 1}
-            mean = {name: mean_over_tasks(values) for name, values in complete.items()}
+            shared = set.intersection(*map(set, scores.values())) if len(tasks) > 1 else ()
+            mean = {
+                name: mean_over_tasks([one[name] for one in scores.values()]) for name in metrics if name in shared
+            }
             text = json.dumps({**settings, "tasks": tasks, "mean": mean or None}, indent=1)
             write_atomically(path, text.encode())  # after each task: the next one may fail
         return json.loads(path.read_text(encoding="utf-8"))

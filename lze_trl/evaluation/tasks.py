@@ -76,10 +76,8 @@ def _task_of_address(address: str) -> Task:
     """Make a task of a dataset, named by its file or folder and by the rows that the address asks for."""
     path = Path(address.partition("?")[0])
     if not path.suffix and not {"/", ":"} & set(address):
-        raise EvaluationError(
-            f"Unknown task {address!r}.{near(address, TASKS)} Known are {sorted(TASKS)}, or give a dataset: the path of a file, "
-            "`org/name?split=test` or `reasoning_gym:TASK`."
-        )
+        told = f"Unknown task {address!r}.{near(address, TASKS)} Known are {sorted(TASKS)}, or give a dataset: the path of a file,"
+        raise EvaluationError(f"{told} `org/name?split=test` or `reasoning_gym:TASK`.")
     name = FILE_SUFFIXES.sub("", path.name) if format_of(path.name) else path.name.rpartition(":")[2]
     if name in ("test", "train", "data"):  # results are kept by name, and many files are called so
         name = f"{path.resolve().parent.name}_{name}"

@@ -37,12 +37,10 @@ def sample_of_folder(folder: str | Path, reward: str | None = None) -> GroupSamp
 def _of_run(run: Run) -> GroupSample:
     settings = run.meta.settings
     if (controller := settings.get("controller", "uniform")) != "uniform":
-        raise TelemetryError(
-            f"`{run.name}` was drawn by `controller: {controller}`, which chose its groups: they show too little of the others. Forecast "
-            "its recipe, or call `trainer.forecast()` in its script."
-        )
-    groups = run.groups()
-    if groups.empty:
+        told = f"`{run.name}` was drawn by `controller: {controller}`, which chose its groups: they show too little of the others."
+        raise TelemetryError(f"{told} Forecast its recipe, or call `trainer.forecast()` in its script.")
+    groups, summary = run.groups(), run.summary()
+    if groups.empty or not summary["generations"]:
         raise TelemetryError(f"`{run.name}` holds no group yet. Wait for its first generation batch.")
     groups = groups.iloc[np.unique(np.linspace(0, len(groups) - 1, 4096).astype(int))]
     names = ("size", "pass_rate", "prompt_tokens", "completion_tokens", "logprob_mean")
@@ -59,8 +57,7 @@ def _of_run(run: Run) -> GroupSample:
     batch = Batch.of(np.arange(len(groups)), group, outcomes, signals, *lengths, logprobs=logprobs[group])
     why = np.where(dead, groups["cause"], "")
     rewards = np.stack([np.asarray(row, dtype=np.float64) for row in groups["rewards"]])
-    summary, iterations = run.summary(), int(settings.get("num_iterations") or 1)
-    ledger, costs = summary["ledger"], None
+    iterations, ledger, costs = int(settings.get("num_iterations") or 1), summary["ledger"], None
     if ledger.get("update_tokens") and ledger["update_seconds"]:
         length = float((batch.prompt_tokens + batch.completion_tokens).mean())
         update = ledger["update_seconds"] / ledger["update_tokens"] * length * iterations
@@ -75,7 +72,9 @@ def _of_run(run: Run) -> GroupSample:
 
 def _of_logs(folder: Path, reward: str | None) -> GroupSample:
     rows = read_logs(folder)
-    rows = rows[rows.duplicated(["log", "prompt"], keep=False)]  # evaluations may have one completion of each prompt
+    sizes = rows.groupby(["log", "prompt"])["log"].transform("size")
+    usual = sizes[sizes > 1].mode().tail(1)  # evaluations may have others, and a log may be cut off in a group
+    others, rows = rows.loc[~sizes.isin(usual), ["log", "prompt"]].drop_duplicates(), rows[sizes.isin(usual)]
     numeric = rows.drop(columns=["log", "step", "advantage"], errors="ignore").select_dtypes("number")
     if rows.empty or not len(numeric.columns):
         lacks = "no prompt with two completions" if rows.empty else "no column of numbers, which rewards are"
@@ -98,7 +97,8 @@ def _of_logs(folder: Path, reward: str | None) -> GroupSample:
     horizon = Horizon(rows["prompt"].nunique(), max(1, count // logs), logs)
     constant = constant_rewards(list(rewards), batch.rewards_per_func)
     summed = f", passes by the sum of {', '.join(f'`{name}`' for name in rewards)}" if len(rewards.columns) > 1 else ""
-    why, source = causes(batch, low == high), f"TRL's logs in `{folder.name}`{summed}"
+    left_out = f", without {len(others)} groups of other sizes" if len(others) else ""
+    why, source = causes(batch, low == high), f"TRL's logs in `{folder.name}`{summed}{left_out}"
     return GroupSample(batch, why, source, horizon, unit="characters", constant=constant)
 
 
@@ -129,10 +129,8 @@ def read_logs(folder: Path) -> pd.DataFrame:
         if not logs or not all(read[name].equals(logs[-1][name]) for name in texts):
             logs.append(log.assign(log=len(logs), **read))
     if not logs:
-        raise MissingTelemetryError(
-            f"There are no completions in TRL's logs under `{folder}`. They are `completions/completions_*.parquet`, which TRL writes "
-            "with `log_completions=True`."
-        )
+        told = f"There are no completions in TRL's logs under `{folder}`. They are `completions/completions_*.parquet`, which TRL writes"
+        raise MissingTelemetryError(f"{told} with `log_completions=True`.")
     return pd.concat(logs, ignore_index=True)
 
 

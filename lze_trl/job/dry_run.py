@@ -120,7 +120,7 @@ def backend(args: LZEGRPOConfig) -> str:
         return "by transformers"
     if args.over_http:
         return f"by vLLM servers over HTTP: {', '.join(map(without_secrets, args.vllm_server_urls or ()))}"
-    return "by vLLM in the training processes" if args.vllm_mode == "colocate" else "by a server of `vllm_mode: server`"
+    return "by vLLM in the training processes" if args.vllm_mode == "colocate" else "by TRL's vLLM server"
 
 
 def most_completions(args: LZEGRPOConfig, controller: RolloutController) -> tuple[int, int]:

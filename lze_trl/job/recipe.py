@@ -80,8 +80,7 @@ class LZEScriptArguments:
             value = vars(self)[name]
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        # These refuse values out of range
-        PromptStyle(self.conversational, self.system_prompt)
+        PromptStyle(self.conversational, self.system_prompt)  # these refuse values out of range
         MajorityReward(**self.majority)
 
     @property

@@ -87,8 +87,7 @@ def idle_trainer(arguments: Sequence[str]) -> LZEGRPOTrainer:
     disable_progress_bars()
     script_args, training_args, model_args = parse_recipe(arguments)
     training_args.report_to, training_args.summary = [], False
-    # The constructor makes a repository for either
-    training_args.push_to_hub = training_args.log_completions = False
+    training_args.push_to_hub = training_args.log_completions = False  # the constructor makes a repository for either
     return LZEGRPOTrainer(**trainer_arguments(script_args, training_args, model_args))
 
 
@@ -188,7 +187,6 @@ def run(
                 accuracy = evaluate_and_save(trainer, sources)
         savings = trainer.savings()
         publish(trainer, sources)
-        trainer.end()
         return savings | {f"accuracy_{when}": share for when, share in accuracy.items()}
 
 
@@ -202,7 +200,7 @@ def evaluate_and_save(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> d
     other = of_best and state.best_global_step != state.global_step
     if trainer.eval_dataset is not None and (other or held_out_accuracy(state, metric)["after"] is None):
         trainer.evaluate()
-    trainer.save_model(trainer.args.output_dir)
+    trainer.save_model(trainer.args.output_dir, _internal_call=True)  # which pushes nothing
     trainer.save_state()
     if not trainer.args.push_to_hub:
         trainer.create_model_card(dataset_name=on_the_hub)
@@ -210,16 +208,24 @@ def evaluate_and_save(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]) -> d
 
 
 def publish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]):
-    """Write the report of a finished run, upload the model if that is wanted, and show the summary."""
+    """Write the report of a finished run, upload the model if that is wanted, show the summary, and end the run."""
     files: dict[str, Path | str] = {"model": Path(trainer.args.output_dir)}
+    failure = None
     summary = trainer.summary if trainer.is_world_process_zero() else None
     if summary is not None:
         files |= summary.report(trainer.args)
     if trainer.args.push_to_hub:
-        trainer.push_to_hub(dataset_name=on_the_hub)
-        files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
+        try:
+            trainer.push_to_hub(dataset_name=on_the_hub)
+            files["model"] = f"https://huggingface.co/{trainer.hub_model_id}"
+        except Exception as error:  # of the Hub or the network, any: the run has ended well
+            failure = error
     if summary is not None:
         summary.show(trainer.args, trainer.state, files)
+    trainer.end()
+    if failure is not None:
+        told = f"The model is saved in `{trainer.args.output_dir}`, but was not uploaded: {failure}. Upload it with"
+        raise RecipeError(f"{told} `hf upload {trainer.hub_model_id} {trainer.args.output_dir}`.") from failure
 
 
 def setup_logging(is_main: bool):

@@ -81,8 +81,7 @@ def add_prompt_ids(
     if isinstance(dataset, IterableDataset):
         return dataset.map(lambda row: {ID_COLUMN: id_of(row, answer)})
 
-    # Only the ids are written, not the other columns again
-    features = Features(media_as_stored(dataset.features))
+    features = Features(media_as_stored(dataset.features))  # only the ids are written, not the other columns again
     made = dataset.with_format("arrow").map(
         lambda rows: {ID_COLUMN: [id_of(features.decode_example(row), answer) for row in rows.to_pylist()]},
         batched=True,

@@ -83,8 +83,7 @@ def weights_of_full(
     rows = np.bincount(chunk, minlength=geometry.num_chunks)
     micro_batch = process * geometry.steps_per_generation + slot
     tokens = np.bincount(micro_batch, weights=loss_tokens)
-    # A "bnpo" micro-batch is one of g·W in its chunk
-    micro_batches = geometry.chunk_steps * geometry.num_processes
+    micro_batches = geometry.chunk_steps * geometry.num_processes  # a "bnpo" micro-batch is one of g·W in its chunk
     return Weights(
         chunk=chunk[chosen],
         norm_rows=rows[chunk[chosen]].astype(np.float64),

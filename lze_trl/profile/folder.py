@@ -77,7 +77,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
     """The manifest of a profile; `None` of a folder that holds none."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads(Path(folder, MANIFEST).read_bytes())
-        return manifest if manifest["format"] == FORMAT else None
+        return manifest if manifest["format"] == FORMAT and dict(manifest["settings"]) else None
     return None
 
 
@@ -87,7 +87,7 @@ def read_groups(folder: Path) -> list[dict[str, Any]]:
     if (path := folder / GROUPS).is_file():
         with open(path, "rb") as lines:
             for line in lines:
-                with suppress(ValueError):
+                with suppress(ValueError, LookupError, TypeError):  # a line that is damaged
                     group = json.loads(line)
                     groups[group["row"]] = group | {"place": place, "completions": None}
                 place += len(line)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ def write_results(trainer: Any, folder: Path, keep: tuple[float, float] | None) 
         # `datasets` takes a folder of the same name with the same card for this one: what differs is the description
         hash, name = xxhash.xxh64(content.getvalue()).hexdigest(), "default" if place == "data" else place
         configs.append(f'- {{config_name: {name}, data_files: {place}/{store.DATA}, description: "{hash}"}}')
+    if "kept" not in tables:  # that of another filter
+        shutil.rmtree(folder / "kept", ignore_errors=True)
     with suppress(ImportError):  # without `lze_trl[app]` there is none
         write_atomically(folder / "profile.png", picture(results, found.dead))
     text = "\n".join([*lines, "", str(found)])

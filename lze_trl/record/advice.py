@@ -181,16 +181,12 @@ class Advice:
                 continue
             if dead >= _MOST and share >= _OF_GROUPS:
                 at = at_limit if cause == "cut_off" else ""
-                said[cause] = (
-                    f"{dead:.0%} of the groups of the last {batches} were dead{stopped}, {share:.0%} of all groups with this cause: "
-                    f"{CAUSES[cause]}{at}. {self._cure(cause)}"
-                )
+                told = f"{dead:.0%} of the groups of the last {batches} were dead{stopped}, {share:.0%} of all groups with this cause:"
+                said[cause] = f"{told} {CAUSES[cause]}{at}. {self._cure(cause)}"
         rows = table["cut_off_rows"].mean()
         if rows >= _MOST and "cut_off" not in said:
-            said["often_cut"] = (
-                f"{rows:.0%} of the completions of the last {batches} were cut off{at_limit}. Set "
-                f"`max_completion_length{higher}`, or ask for shorter answers."
-            )
+            told = f"{rows:.0%} of the completions of the last {batches} were cut off{at_limit}."
+            said["often_cut"] = f"{told} Set `max_completion_length{higher}`, or ask for shorter answers."
         return said | too_small
 
     def _cure(self, cause: str) -> str:
@@ -210,10 +206,9 @@ class Advice:
             share = own["completions"] / max(sum(other["completions"] for other in of_column), 1.0)
             cause, groups = max(CAUSES, key=own.__getitem__), own.total() - own["completions"]
             if groups >= _FEW and not own["alive"] and own[cause] and any(other["alive"] for other in of_column):
-                said[f"value.{key}"] = (
-                    f"{key} took {share:.0%} of the completions of the last {batches}, and all of its {groups:,.0f} groups were dead, "
-                    f"{own[cause] / groups:.0%} with this cause: {CAUSES[cause]}. {self._cure(cause)} Or leave its prompts out."
-                )
+                told = f"{key} took {share:.0%} of the completions of the last {batches}, and all of its {groups:,.0f} groups were dead,"
+                why = f"{own[cause] / groups:.0%} with this cause: {CAUSES[cause]}. {self._cure(cause)}"
+                said[f"value.{key}"] = f"{told} {why} Or leave its prompts out."
         return said
 
     def _of_size(self, table: pd.DataFrame, dead: float, batches: str) -> dict[str, str]:
@@ -223,13 +218,9 @@ class Advice:
         larger = next((other for other in _LARGER if other > size and dead_at(rate, other) < _MOST), None)
         if dead < _MOST or by_chance < _MOST or table["graded"].any() or larger is None or dead > by_chance + _CHANCE:
             return {}
-        return {
-            "group_size": (
-                f"{dead:.0%} of the groups of the last {batches} were dead, and at their pass rate of {rate:.2f} chance alone makes "
-                f"{by_chance:.0%} of the groups of {size} dead; of groups of {larger}, it would be {dead_at(rate, larger):.0%}. "
-                f"Set `num_generations: {larger}`, with fewer prompts in a batch."
-            )
-        }
+        told = f"{dead:.0%} of the groups of the last {batches} were dead, and at their pass rate of {rate:.2f} chance alone makes"
+        would = f"{by_chance:.0%} of the groups of {size} dead; of groups of {larger}, it would be {dead_at(rate, larger):.0%}."
+        return {"group_size": f"{told} {would} Set `num_generations: {larger}`, with fewer prompts in a batch."}
 
     def _of_rewards(self, table: pd.DataFrame, batches: str) -> dict[str, str]:
         if len(self.reward_names) < 2:
@@ -239,20 +230,19 @@ class Advice:
             low, high = table[f"low.{i}"].min(), table[f"high.{i}"].max()
             without = table[f"without.{i}"].mean()
             if low > high:
-                said[f"reward.{i}"] = (
-                    f"The reward `{name}` was None for every completion of the last {batches}: its format was never parsed, or it "
-                    "lacks a dataset column."
-                )
+                told = f"The reward `{name}` was None for every completion of the last {batches}:"
+                said[f"reward.{i}"] = f"{told} its format was never parsed, or it lacks a dataset column."
             elif low == high:
+                told = (
+                    f"The reward `{name}` was {low:g} for every completion of the last {batches}: what it asks for was"
+                )
                 said[f"reward.{i}"] = (
-                    f"The reward `{name}` was {low:g} for every completion of the last {batches}: what it asks for was never, or "
-                    "always, met. Show the format in the prompt, or leave the reward out."
+                    f"{told} never, or always, met. Show the format in the prompt, or leave the reward out."
                 )
             elif i != main and dead <= 1.0 - _MOST and without - dead >= _MOST:
-                said[f"shaping.{i}"] = (
-                    f"{without - dead:.0%} of the groups of the last {batches} were alive only because `{name}` differed within "
-                    "them. Give it the weight 0 in `reward_weights`, or set `alive: outcome` with `pass_reward`, unless it is what you want to train."
-                )
+                told = f"{without - dead:.0%} of the groups of the last {batches} were alive only because `{name}` differed within them."
+                cure = "Give it the weight 0 in `reward_weights`, or set `alive: outcome` with `pass_reward`"
+                said[f"shaping.{i}"] = f"{told} {cure}, unless it is what you want to train."
         return said
 
     def _main_reward(self, table: pd.DataFrame) -> int:
@@ -267,35 +257,29 @@ class Advice:
     def _of_settings(self, table: pd.DataFrame, batches: str) -> dict[str, str]:
         said, price, moved = {}, table["price"].mean(), table["moved"]
         if not table["rate"].any():
-            said["learning_rate"] = (
-                f"The learning rate was 0 in each of the last {batches}: no weight changes. Set `learning_rate`, and check the "
-                "warmup and the scheduler."
-            )
+            told = f"The learning rate was 0 in each of the last {batches}: no weight changes."
+            said["learning_rate"] = f"{told} Set `learning_rate`, and check the warmup and the scheduler."
         if moved.count() >= _FEW and moved.mean() < _MOVES:
-            said["bfloat16"] = (
-                f"Only {moved.mean():.2%} of the weights moved between two batches of the last {batches}, in bfloat16: rounding swallows "
-                "updates, and servers sample from weights that lag behind. Raise `learning_rate`; or keep the weights in float32, the "
-                "servers' too (`--dtype float32`); or use float16 (`fp16`)."
-            )
+            told = f"Only {moved.mean():.2%} of the weights moved between two batches of the last {batches}, in bfloat16: rounding swallows"
+            why = "updates, and servers sample from weights that lag behind. Raise `learning_rate`; or keep the weights in float32, the"
+            said["bfloat16"] = f"{told} {why} servers' too (`--dtype float32`); or use float16 (`fp16`)."
         if table["failed"].any():
+            told = f"{table['failed'].mean():.1%} of the completions of the last {batches} failed, and were left out. The log names their prompts"
             said["failed"] = (
-                f"{table['failed'].mean():.1%} of the completions of the last {batches} failed, and were left out. The log names their prompts "
-                "and says why: leave these out of the training set, or mend the server or the environment."
+                f"{told} and says why: leave these out of the training set, or mend the server or the environment."
             )
         if self.args.controller == "gate" and table["blind"].all():
-            said["logprobs"] = (
-                f"The gate had no log-probabilities of the completions of the last {batches}: it judges by rewards alone, and saves less. "
-                "Let your `rollout_func` return `logprobs`."
-            )
+            told = f"The gate had no log-probabilities of the completions of the last {batches}: it judges by rewards alone, and saves less."
+            said["logprobs"] = f"{told} Let your `rollout_func` return `logprobs`."
         if price < _WORTH:
             # A recording does not hold the rewards of single completions, which a gate goes by
             where = "`lze-trl forecast` on the folder of this run"
             if table["graded"].any():
                 where = "`lze-trl forecast` on the recipe, or `trainer.forecast()`,"
-            said["gate"] = (
-                f"`strategy: gate` would have rolled out at most {price:.2f} × the completions of the last {batches} for as "
-                f"many live groups each. {where} prices it."
+            told = (
+                f"`strategy: gate` would have rolled out at most {price:.2f} × the completions of the last {batches}"
             )
+            said["gate"] = f"{told} for as many live groups each. {where} prices it."
         return said
 
     def metrics(self) -> dict[str, float]:

@@ -50,8 +50,7 @@ class LookAhead:
         scored |= {"group": self.active[places], "logprobs": [sum(completion.logprobs) for completion in flat]}
         self._columns = {name: np.append(values, scored[name]) for name, values in self._columns.items()}
         self._arrived |= set(arrived)
-        # What the controller would see if nothing else came
-        order = np.argsort(self._columns["group"], kind="stable")
+        order = np.argsort(self._columns["group"], kind="stable")  # what the controller would see if nothing else came
         columns = {name: column[order] for name, column in self._columns.items()}
         columns["outcomes"] = self.rounds.outcomes(columns["scores"], final=False)
         no_lengths = dict.fromkeys(("prompt_tokens", "completion_tokens"), np.zeros(len(order), dtype=np.int64))

@@ -70,7 +70,7 @@ class Comparing:
 
     def state_dict(self) -> dict[str, Any]:
         """What was found out."""
-        return {"columns": self.columns, "passed": list(self._passed.items())}
+        return {"columns": self.columns, "passed": [*map(list, self._passed.items())]}
 
     def load_state_dict(self, state: dict[str, Any]):
         """Continue from a checkpoint; functions may have marks by now."""

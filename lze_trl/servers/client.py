@@ -335,8 +335,7 @@ class VLLMServer:
     async def _reload(self, http: httpx2.AsyncClient, directory: str):
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         await self._load(http, "/collective_rpc", body, directory, "the model that is trained")
-        # Cancelled requests may still be running
-        path = "/reset_prefix_cache?reset_running_requests=true"
+        path = "/reset_prefix_cache?reset_running_requests=true"  # cancelled requests may still be running
         if not await self._request(http, path, {}, read=itemgetter("success")):
             raise ServerError(f"{self.url}: the prefix cache, which belongs to older weights, could not be reset")
 

@@ -28,8 +28,7 @@ def probe_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, con
     vocabulary = min(model.config.get_text_config().vocab_size, len(tokenizer))
     count = min(_SPREAD_TOKENS, vocabulary, context_length // 2)
     spread = [round(i * (vocabulary - 1) / max(count - 1, 1)) for i in range(count)]
-    # The server generates one token after the probe
-    room = min(_MAX_PROBE_TOKENS, context_length - 1) - count
+    room = min(_MAX_PROBE_TOKENS, context_length - 1) - count  # the server generates one token after the probe
     return tokenizer(_TEXT, add_special_tokens=False)["input_ids"][:room] + spread
 
 
