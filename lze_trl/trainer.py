@@ -578,7 +578,11 @@ class LZEGRPOTrainer(GRPOTrainer):
 
     def init_hf_repo(self, *args: Any, **kwargs: Any):
         # Differs from TRL: what was recorded of prompts and completions stays out of the model repo
-        super().init_hf_repo(*args, **kwargs)
+        try:
+            super().init_hf_repo(*args, **kwargs)
+        except Exception as error:  # of the Hub or the network, any
+            told = f"`push_to_hub` makes the model's repository, which has failed: {type(error).__name__}: {error}"
+            raise OSError(f"{told} Check name, network and token, or set `push_to_hub` to false.") from error
         for callback in self.callback_handler.callbacks:
             if type(callback) is TrackioCallback:
                 callback.__class__ = NamedSpace
