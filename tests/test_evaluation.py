@@ -189,6 +189,7 @@ def test_the_score_is_the_training_reward_which_reads_columns_and_may_be_asynchr
 def test_other_tasks_in_a_folder_are_kept_and_other_settings_replace_them(tmp_path):
     both = run(lambda request: "0", tmp_path, {"one": problems(4), "two": problems(5)})
     assert "mean over tasks" in table_of({"x": both}).to_string()
+    assert both["reward_module"] == "lze_trl.rewards.functions"  # other files may have a reward of the same name
     third = run(lambda request: "0", tmp_path, {"three": problems(3)})
     assert list(third["tasks"]) == ["one", "two", "three"]
     assert third["tasks"].items() >= both["tasks"].items()

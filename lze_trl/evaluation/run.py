@@ -62,11 +62,8 @@ class Evaluation:
     def settings(self) -> dict[str, Any]:
         """Return how samples are decoded and scored, as it is read back from JSON."""
         decoding = asdict(self.decoding) | {"stop": list(self.decoding.stop)}
-        module, name = self.reward.__module__, get_callable_name(self.reward)
-        reward = (
-            name if module.startswith("lze_trl.") else f"{module}.{name}"
-        )  # two files may have a reward of one name
-        return {"samples": self.samples, "reward": reward, "decoding": decoding}
+        reward = {"reward": get_callable_name(self.reward), "reward_module": self.reward.__module__}
+        return {"samples": self.samples, **reward, "decoding": decoding}
 
     def run(self, engine: Sampler, folder: Path, progress: bool = True) -> dict[str, Any]:
         """

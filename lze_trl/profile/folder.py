@@ -77,7 +77,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any] | None:
     """The manifest of a profile; `None` of a folder that holds none."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         manifest = json.loads(Path(folder, MANIFEST).read_bytes())
-        return manifest if manifest["format"] == FORMAT and dict(manifest["settings"]) else None
+        return manifest if manifest["format"] == FORMAT else None
     return None
 
 
