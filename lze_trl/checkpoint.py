@@ -53,21 +53,26 @@ def save(directory: str | Path, name: str, parts: dict[str, Any], meta: dict[str
     for part, owner in parts.items():
         for key, value in owner.state_dict().items():
             if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-                arrays[f"{part}/{key}"] = np.asarray(
-                    value, order="C"
-                )  # safetensors writes its memory as it lies there
-            elif json.loads(json.dumps(value, default=repr)) == value:
+                # safetensors writes the memory of an array as it lies there
+                arrays[f"{part}/{key}"] = np.asarray(value, order="C")
+            elif _is_json(value):
                 values[part][key] = value
             else:
-                raise CheckpointError(
-                    f"{part}: {key!r} of a `state_dict()` must be numbers in an array, or JSON, got {value!r}."
-                )
+                told = f"{part}: {key!r} of a `state_dict()` would not come back as it is from a file: {value!r}."
+                raise CheckpointError(f"{told} Use JSON values, or an array of numbers.")
     data = safetensors.numpy.save(arrays)
     head = {"format": _FORMAT, "schema_version": SCHEMA_VERSION, "checksum": xxhash.xxh64(data).hexdigest()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / f"{name}.{ARRAYS}", data)
     write_atomically(directory / f"{name}.json", json.dumps(head | meta | {"parts": values}, indent=2).encode())
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON gives a value back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and _is_json([*value.values()])
+    return all(map(_is_json, value)) if isinstance(value, list) else isinstance(value, str | int | float | None)
 
 
 def load(directory: str | Path, name: str) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

@@ -127,7 +127,7 @@ def _of_settings(args: LZEGRPOConfig) -> Contradictions:
         (reinforce and args.loss_normalizer == "all", f"`loss_normalizer='all'` drops groups that have a gradient by {by}. Use 'selected'."),
         (args.planner == "greso" and args.pruning == "none", "`planner='greso'` needs pruning, and `pruning='none'`. Set `pruning='refill'` or 'skip'."),
         (args.hub_telemetry_texts and args.hub_telemetry_id is None, "`hub_telemetry_texts` go to `hub_telemetry_id`, which is not set. Set it, or leave them unset."),
-        (re.fullmatch(r"([\w.-]+/)?[\w.-]+", args.hub_telemetry_id or "x") is None or args.hub_telemetry_id == "", f"`hub_telemetry_id` must be a name on the Hub, such as 'me/run', got {args.hub_telemetry_id!r}."),
+        (args.hub_telemetry_id is not None and not re.fullmatch(r"(?a)([\w.-]+/)?[\w.-]+", args.hub_telemetry_id), f"`hub_telemetry_id` must be a name on the Hub, such as 'me/run', got {args.hub_telemetry_id!r}."),
         (args.hub_telemetry_id is not None and not args.telemetry, "`hub_telemetry_id` uploads telemetry, and `telemetry=False`. Leave one of them unset."),
         (http and not args.vllm_server_urls, "`vllm_mode='http'` needs `vllm_server_urls`. Give base URLs, such as ['http://127.0.0.1:8000']."),
         (http and args.max_completion_length is None, "`vllm_mode='http'` asks for a number of tokens, and `max_completion_length` is None. Set it."),

@@ -6,8 +6,6 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
-
 from .memory.state import MAX_STREAK
 from .names import near
 from .redaction import redacted
@@ -138,8 +136,7 @@ def filled(block: str, owner: type, given: Any, **defaults: Any) -> dict[str, An
             raise ValueError(
                 f"`{block}` has no setting {name!r} here.{near(str(name), known)} It takes {list(known)}."
             )
-    given = {name: value.item() if isinstance(value, np.generic) else value for name, value in given.items()}
-    values = known | defaults | given
+    values = known | defaults | dict(given)
     hints = get_type_hints(owner)
     for name, value in values.items():
         check_value(name, value, hints[name], block)

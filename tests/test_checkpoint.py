@@ -58,7 +58,7 @@ def test_what_was_saved_is_loaded(tmp_path):
         assert same(found["state"], ARRAYS)
         assert found["stateful"] == {"rows": [0.5]}
     assert loaded["empty"] == loaded["not saved"] == {}
-    for odd in (np.int64(1), {1: 2}, (1,), {"a": {1}}, np.array(["a"])):
+    for odd in (np.int64(1), {1: 2}, (1,), {"a": {1}}, {"a": np.arange(2)}, np.array(["a"])):
         with pytest.raises(store.CheckpointError, match="state: 'odd' of a `state_dict"):
             store.save(folder, store.STATE_NAME, {"state": Part(odd=odd)}, {})
 

@@ -200,7 +200,8 @@ def test_what_a_batch_is_expected_to_give_does_not_depend_on_luck():
 
 
 def test_one_group_stands_for_those_that_chance_left_out():
-    rng, halves = np.random.default_rng(3), []  # half a batch of which each counts twice is the batch twice
+    # Half a batch of which each counts twice is the batch twice
+    rng, halves = np.random.default_rng(3), []
     outcomes = (rng.random((40, 3)) < 0.3).astype(np.float64)
     for repeats in (1, 2):
         gate, ids = Threshold(), np.arange(40 * repeats)

@@ -128,7 +128,8 @@ def test_all_pages_show_what_is_logged(gated, capsys):
     }
     for name, values in shown.items():
         assert values.dropna().to_dict() == pytest.approx(logged[name], abs=1e-6), name
-    figures = shown_lines(charts.overview(run))  # charts and Compare
+    # Charts and Compare
+    figures = shown_lines(charts.overview(run))
     drawn = shown_rewards(charts.overview(run))
     assert list(drawn["total"]["training"].y) == points.reward_mean.tolist()
     assert list(drawn["correct"]["training"].y) == rewards["correct"].tolist()

@@ -147,9 +147,8 @@ def test_another_controller_than_that_of_the_strategy_has_its_own_defaults(tmp_p
 )
 def test_the_gate_chooses_prompts_ahead_and_holds_the_signal(tmp_path, given, chosen):
     args = tiny.config(tmp_path, strategy="gate", **given)
-    assert (args.controller_kwargs.get("hold"), args.window) == chosen and type(
-        args.window
-    ) is int  # JSON has no other
+    assert (args.controller_kwargs.get("hold"), args.window) == chosen
+    assert type(args.window) is int  # JSON has no other
 
 
 def test_the_gate_keeps_to_the_order_and_says_so_where_prompts_cannot_be_read_ahead(tmp_path, caplog):

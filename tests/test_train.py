@@ -102,9 +102,8 @@ def test_a_report_or_an_upload_that_fails_costs_nothing_else(job, monkeypatch, c
     with pytest.raises(RecipeError, match=told):
         train(job(max_steps=1, push_to_hub=True, hub_strategy="end", hub_model_id="me/model"))
     assert "try again with `lze-trl report" in caplog.text and "wasted: " in capsys.readouterr().out
-    assert (
-        open_run(tmp_path / "run").status()["state"] == "finished" and (tmp_path / "run/trainer_state.json").is_file()
-    )
+    assert open_run(tmp_path / "run").status()["state"] == "finished"
+    assert (tmp_path / "run" / "trainer_state.json").is_file()
 
 
 def test_resume_points(job, tmp_path, caplog):

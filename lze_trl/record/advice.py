@@ -230,15 +230,11 @@ class Advice:
             low, high = table[f"low.{i}"].min(), table[f"high.{i}"].max()
             without = table[f"without.{i}"].mean()
             if low > high:
-                told = f"The reward `{name}` was None for every completion of the last {batches}:"
-                said[f"reward.{i}"] = f"{told} its format was never parsed, or it lacks a dataset column."
+                told = f"The reward `{name}` was None for every completion of the last {batches}"
+                said[f"reward.{i}"] = f"{told}: its format was never parsed, or it lacks a dataset column."
             elif low == high:
-                told = (
-                    f"The reward `{name}` was {low:g} for every completion of the last {batches}: what it asks for was"
-                )
-                said[f"reward.{i}"] = (
-                    f"{told} never, or always, met. Show the format in the prompt, or leave the reward out."
-                )
+                told = f"The reward `{name}` was {low:g} for every completion of the last {batches}: what it asks for was never, or always, met."
+                said[f"reward.{i}"] = f"{told} Show the format in the prompt, or leave the reward out."
             elif i != main and dead <= 1.0 - _MOST and without - dead >= _MOST:
                 told = f"{without - dead:.0%} of the groups of the last {batches} were alive only because `{name}` differed within them."
                 cure = "Give it the weight 0 in `reward_weights`, or set `alive: outcome` with `pass_reward`"
@@ -260,14 +256,14 @@ class Advice:
             told = f"The learning rate was 0 in each of the last {batches}: no weight changes."
             said["learning_rate"] = f"{told} Set `learning_rate`, and check the warmup and the scheduler."
         if moved.count() >= _FEW and moved.mean() < _MOVES:
-            told = f"Only {moved.mean():.2%} of the weights moved between two batches of the last {batches}, in bfloat16: rounding swallows"
-            why = "updates, and servers sample from weights that lag behind. Raise `learning_rate`; or keep the weights in float32, the"
-            said["bfloat16"] = f"{told} {why} servers' too (`--dtype float32`); or use float16 (`fp16`)."
+            told = f"Only {moved.mean():.2%} of the weights moved between two batches of the last {batches}"
+            why = "rounding swallows updates, and servers sample from weights that lag behind"
+            cures = "Raise `learning_rate`; or keep the weights in float32, the servers' too (`--dtype float32`)"
+            said["bfloat16"] = f"{told}, in bfloat16: {why}. {cures}; or use float16 (`fp16`)."
         if table["failed"].any():
-            told = f"{table['failed'].mean():.1%} of the completions of the last {batches} failed, and were left out. The log names their prompts"
-            said["failed"] = (
-                f"{told} and says why: leave these out of the training set, or mend the server or the environment."
-            )
+            told = f"{table['failed'].mean():.1%} of the completions of the last {batches} failed, and were left out."
+            cure = "leave these out of the training set, or mend the server or the environment"
+            said["failed"] = f"{told} The log names their prompts and says why: {cure}."
         if self.args.controller == "gate" and table["blind"].all():
             told = f"The gate had no log-probabilities of the completions of the last {batches}: it judges by rewards alone, and saves less."
             said["logprobs"] = f"{told} Let your `rollout_func` return `logprobs`."
@@ -276,10 +272,8 @@ class Advice:
             where = "`lze-trl forecast` on the folder of this run"
             if table["graded"].any():
                 where = "`lze-trl forecast` on the recipe, or `trainer.forecast()`,"
-            told = (
-                f"`strategy: gate` would have rolled out at most {price:.2f} × the completions of the last {batches}"
-            )
-            said["gate"] = f"{told} for as many live groups each. {where} prices it."
+            told = f"`strategy: gate` would have rolled out at most {price:.2f} × the completions"
+            said["gate"] = f"{told} of the last {batches} for as many live groups each. {where} prices it."
         return said
 
     def metrics(self) -> dict[str, float]:
