@@ -685,26 +685,6 @@ class TRLAdapter:
         if callable(train_mode := getattr(self._trainer.optimizer, "train", None)):
             train_mode()  # a schedule-free optimizer then has the weights to train in the model
 
-    @property
-    def scales_loss(self) -> bool:
-        """Whether PyTorch's gradient scaler is used, as with `fp16`. It refuses an optimizer step without gradients."""
-        return self._trainer.accelerator.scaler is not None
-
-    def begin_empty_update(self):
-        """Give a gradient scaler gradients of zero for an optimizer step without rows, as plain TRL has them."""
-        if self.scales_loss:
-            zero = torch.zeros((), device=self._trainer.args.device)
-            self._trainer.accelerator.scaler.scale(zero)  # sets its scale up
-            for parameter in self._trainer.model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-
-    def update_was_skipped(self):
-        """Advance the learning rate after an optimizer step without rows."""
-        schedule = self._trainer.lr_scheduler
-        if type(schedule).__name__ == "DeepSpeedSchedulerWrapper":  # it steps in DeepSpeed's backward pass
-            schedule.scheduler.step()
-
     def weighted_loss(
         self, accumulation: Accumulation, by_trl: Callable[[Any], torch.Tensor], inputs: dict[str, Any]
     ) -> torch.Tensor:

@@ -12,7 +12,7 @@ from .engine import TENSOR_SOURCES, TRLAdapter
 from .memory.state import PromptState
 from .pack.accumulation import Accumulation
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
-from .pack.micro_batch import filler_inputs, micro_batch
+from .pack.micro_batch import filler_inputs, micro_batch, no_rows, with_images_joined
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
 from .plan.passes import Passes, Plan
 from .record.advice import Advice
@@ -58,6 +58,7 @@ class BatchPipeline:
         self._prefetching: Pending | None = None  # the next batch, while servers work on it
         self._position_before: dict[str, Any] = {}  # position in the data before that batch
         self._prefetched: Batch | None = None  # the next batch, already complete
+        self._filler: dict[str, Any] = {}  # inputs of the latest row, with weight 0
 
     @property
     def _micro_steps_per_batch(self) -> int:
@@ -143,26 +144,25 @@ class BatchPipeline:
         return self.batch.layout.micro_steps[self.micro_step % self.args.steps_per_generation] is not None
 
     def micro_batch(self) -> dict[str, Any]:
-        """Return the inputs of this micro-step: of one without rows, those of an earlier one with weight 0."""
+        """Return the inputs of this micro-step: of one without rows, a row of weight 0, whose gradients are zero, as a dead group's are."""
         if not self.has_rows():
-            return dict(self.accumulation.filler)
+            self.accumulation.by_trl = False
+            return dict(self._filler or no_rows(self.accelerator.device))
         args, rank = self.args, self.accelerator.process_index
         slot = self.micro_step % args.steps_per_generation
         self.accumulation.by_trl &= self.batch.layout.by_trl
         inputs = micro_batch(
             self.batch, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
         )
-        self.accumulation.filler = filler_inputs(inputs)
+        self._filler = filler_inputs(inputs)
         return inputs
 
     def end_optimizer_step(self, engine: TRLAdapter):
         """Close the optimizer step and log its metrics."""
         self._unfinished_at_last_step = self.batch_unfinished
-        skipped = self.accumulation.real_steps == 0 and not engine.scales_loss
-        self.ledger.skipped_updates += skipped
-        if skipped:
-            engine.update_was_skipped()
-        metrics = {"step_time": [self.accumulation.seconds], "lze/skipped_update": [float(skipped)]}
+        empty = self.accumulation.real_steps == 0
+        self.ledger.empty_updates += empty
+        metrics = {"step_time": [self.accumulation.seconds], "lze/empty_update": [float(empty)]}
         metrics |= self.accumulation.close()
         for name, values in metrics.items():
             engine.metrics[name] += values
@@ -260,8 +260,8 @@ class BatchPipeline:
         else:  # TRL still logs the rewards of the batch, for which it needs one row
             first_row = np.zeros(1, dtype=np.int64)
             stand_in = {name: values[:1] for name, values in held.items()} | {"row": first_row}
-            engine.tensors(drawn, replace(chosen, held=stand_in), first_row, uniform_groups, packed)
-            tensors = {}
+            row = engine.tensors(drawn, replace(chosen, held=stand_in), first_row, uniform_groups, packed)
+            tensors, self._filler = {}, filler_inputs(with_images_joined(row))
         others = {name: values for name, values in chosen.held.items() if name not in TENSOR_SOURCES}
         return replace(chosen, held=others | tensors)
 

@@ -432,20 +432,17 @@ class LZEGRPOTrainer(GRPOTrainer):
     # ---- The update ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        # Differs from TRL: a micro-step without rows does nothing, unless earlier ones of its optimizer step have gradients
-        # to synchronise
+        # Differs from TRL: a micro-step without rows does nothing, unless it ends its optimizer step
         engine, step, begin = TRLAdapter(self), self.generation_step, time.perf_counter()
         engine.training_mode(model)
         step.prepare(inputs, engine)
         synchronises, logged = self.accelerator.sync_gradients, len(engine.metrics["step_time"])
         with self.ledger.timed("update"):
-            if step.has_rows() or (synchronises and step.accumulation.real_steps):
+            if step.has_rows() or synchronises:
+                step.accumulation.real_steps += step.has_rows()
                 loss = super().training_step(model, inputs, num_items_in_batch)
-                step.accumulation.real_steps += 1
             else:
                 loss = torch.zeros((), device=self.args.device)
-                if synchronises:
-                    engine.begin_empty_update()
             step.micro_step += 1
             step.accumulation.micro_steps += 1
             step.accumulation.seconds += time.perf_counter() - begin

@@ -114,7 +114,7 @@ class FixedTrainer(LZEGRPOTrainer):
     def record(self) -> dict:
         """All notes, and what the trainer itself has counted."""
         notes = {name: getattr(self, name) for name in ("rounds", "batches", "micro_batches", "forwards")}
-        log = [entry for entry in self.state.log_history if "lze/skipped_update" in entry]
+        log = [entry for entry in self.state.log_history if "lze/empty_update" in entry]
         return notes | {"ledger": asdict(self.ledger), "log": log}
 
     def digest(self, prompt: tuple[int, ...], place: int) -> bytes:

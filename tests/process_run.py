@@ -56,7 +56,7 @@ def run(directory: Path, name: str, settings: dict):
     )
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
-    result = {name: getattr(trainer.ledger, name) for name in ("rows_trained", "visits_skipped", "skipped_updates")}
+    result = {name: getattr(trainer.ledger, name) for name in ("rows_trained", "visits_skipped", "empty_updates")}
     result |= {
         "choices": trainer.generation_step.selector.choices,
         "foresight": trainer.prompt_state.foresight.model.weights.tolist(),

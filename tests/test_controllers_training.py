@@ -26,7 +26,7 @@ def assert_laws(records: list[dict], controller: str, settings: dict):
     """What any run must keep to, from the record of a `FixedTrainer` on each of its processes."""
     settings = settings | settings.get("controller_kwargs", {})
     first = records[0]
-    assert [entry["lze/skipped_update"] for entry in first["log"]] == [0.0] * 3
+    assert [entry["lze/empty_update"] for entry in first["log"]] == [0.0] * 3
     # All processes decide alike, and make forward passes over as many rows
     for name in ("rounds", "batches", "forwards"):
         assert all(record[name] == first[name] for record in records)
@@ -294,7 +294,7 @@ def test_a_controller_that_never_ends_is_stopped(tmp_path):
 def test_a_controller_that_asks_for_nothing(tmp_path):
     trainer = run(tmp_path, trainer={"controller": OneMore(0)})
     assert trainer.rounds == []
-    assert trainer.ledger.skipped_updates == trainer.state.global_step == 3
+    assert trainer.ledger.empty_updates == trainer.state.global_step == 3
     assert moved(trainer) == 0.0
 
 

@@ -153,12 +153,13 @@ class Scaled:
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_with_a_gradient_scaler_steps_without_a_live_group_are_those_of_trl(tmp_path, packing):
+@pytest.mark.parametrize(("mixins", "packing"), [((Scaled,), True), ((), True), ((), False)])
+def test_steps_without_a_live_group_are_those_of_trl(tmp_path, mixins, packing):
     # Adam goes on by its momentum at such steps, with TRL's class too
-    settings = {"fp16": True, "optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 8, "num_generations": 2}
-    shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "scale_rewards": "none"}
-    classes = [type(cls.__name__, (Scaled, cls), {}) for cls in (GRPOTrainer, LZEGRPOTrainer)]
+    settings = {"optim": "adamw_torch", "learning_rate": 1e-2, "max_steps": 8, "num_generations": 2}
+    settings |= {"fp16": bool(mixins), "weight_decay": 0.1, "strategy": "exact", "scale_rewards": "none"}
+    shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    classes = [type(cls.__name__, (*mixins, cls), {}) for cls in (GRPOTrainer, LZEGRPOTrainer)]
     theirs, ours = (train(cls, tmp_path / cls.__name__, packing=packing, **settings, **shape) for cls in classes)
     assert set(tiny.history(ours, "lze/dead_share")) == {0.0, 1.0}
     assert distance(theirs, ours) < 1e-6
@@ -282,12 +283,13 @@ def test_a_run_that_is_resumed_at_its_end_stays_as_it_is(tmp_path, length):
 @pytest.mark.parametrize(
     ("shape_name", "packing"), [("two batches an optimizer step", True), ("neither divides", False)]
 )
-def test_a_batch_without_signal_moves_nothing(tmp_path, shape_name, packing):
+def test_without_a_signal_weights_only_decay(tmp_path, shape_name, packing):
     dead = {"rewards": lambda completions, **kwargs: [1.0] * len(completions), "weight_decay": 0.1}
-    trainer = train(LZEGRPOTrainer, tmp_path, packing=packing, optim="adamw_torch", **dead, **shape(shape_name))
-    assert moved(trainer) == 0.0
-    assert trainer.ledger.skipped_updates == trainer.state.global_step == 5
-    assert tiny.history(trainer, "lze/skipped_update") == [1.0] * 5
+    settings = dead | shape(shape_name) | {"packing": packing, "optim": "adamw_torch", "learning_rate": 1e-2}
+    trainer, theirs = (train(cls, tmp_path / cls.__name__, **settings) for cls in (LZEGRPOTrainer, GRPOTrainer))
+    assert moved(theirs) > 0.0 == distance(trainer, theirs)
+    assert trainer.ledger.empty_updates == trainer.state.global_step == 5
+    assert tiny.history(trainer, "lze/empty_update") == [1.0] * 5
     assert set(tiny.history(trainer, "reward")) == {1.0}
 
 

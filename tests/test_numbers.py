@@ -36,7 +36,7 @@ def short(completion_ids, **kwargs):
 
 
 SHARES = re.compile(
-    r"lze/(\w+_(share|rate|kept|brier|alive)|padding_efficiency|skipped_update)|frac_\w+|completions/clipped_ratio"
+    r"lze/(\w+_(share|rate|kept|brier|alive)|padding_efficiency|empty_update)|frac_\w+|completions/clipped_ratio"
 )
 RANGES = {"reward": (0.0, 1.2), "rewards/correct/mean": (0.0, 1.0), "rewards/short/mean": (0.0, 0.2)}
 # Of 3 prompts × 4, 8 prompts × 3 and 2 prompts × 6

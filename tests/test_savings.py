@@ -58,7 +58,7 @@ def test_all_tell_the_same_and_the_batches_are_those_of_plain_grpo(tmp_path, kin
 
     recorded = open_run(directory).summary()["ledger"]
     for name in totals.keys() | recorded:
-        assert name.endswith(("seconds", "skipped_updates")) or recorded[name] == totals[name], name
+        assert name.endswith(("seconds", "empty_updates")) or recorded[name] == totals[name], name
 
     report = write_report(directory).read_text(encoding="utf-8")
     app = views.cards(open_run(directory))
@@ -98,4 +98,4 @@ def test_a_run_that_taught_nothing_shows_no_saving(tmp_path, capsys):
     assert all(TAUGHT_NOTHING in text for text in shown)
     assert not re.search(r"\d ×", "\n".join([*shown, views.run_table({"run": run}).to_string()]))
     assert not [name for name in run.steps() if name.endswith("_vs_plain")]
-    assert trainer.ledger.skipped_updates == 6
+    assert trainer.ledger.empty_updates == 6

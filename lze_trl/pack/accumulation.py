@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,6 @@ class Accumulation:
         self.micro_steps = 0  # so far
         self.real_steps = 0  # of these, with rows
         self.seconds = 0.0  # so far
-        self.filler: Any = None  # inputs without weight, for one that only synchronises gradients
         self.by_trl = True  # whether all micro-batches so far were TRL's own
         self._logged: dict[str, list[float]] = defaultdict(list)  # as TRL logged it
         self._means: dict[str, list[tuple[float, int]]] = defaultdict(list)  # value and weight of each micro-batch

@@ -66,13 +66,22 @@ def micro_batch(
 
 
 def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of weight 0, for an empty micro-step that synchronises the gradients of earlier ones."""
+    """Return a row of weight 0, for a micro-step without rows that ends its optimizer step."""
     others = {name: value for name, value in inputs.items() if not isinstance(value, torch.Tensor) or value.ndim == 0}
     first = rows_of(split_pixel_values_by_grid(inputs), np.zeros(1, dtype=np.int64))
     row = others | unsplit_pixel_values_by_grid(first)
     row["completion_mask"].zero_()
     row["advantages"].zero_()
-    return row | {"lze_scale": 0.0, "lze_tokens": 0, "lze_rows": 0, "lze_row_share": 0.0}
+    weightless = {"lze_scale": 0.0, "lze_tokens": 0, "lze_rows": 0, "lze_row_share": 0.0}
+    return {"num_items_in_batch": torch.ones((), device=row["advantages"].device)} | row | weightless
+
+
+def no_rows(device: torch.device) -> dict[str, Any]:
+    """Return such a row where no completion has been drawn yet: one token of a prompt, and a masked one."""
+    token, values = torch.zeros((1, 1), dtype=torch.int64, device=device), torch.zeros((1, 1), device=device)
+    logprobs = {"ref_per_token_logps": values, "importance_sampling_ratio": values, "advantages": values[0]}
+    prompt = {"prompt_ids": token, "prompt_mask": token + 1}
+    return filler_inputs(prompt | logprobs | {"completion_ids": token, "completion_mask": token})
 
 
 def widths(

@@ -57,8 +57,8 @@ def _wasted(run: Run, summary: dict[str, Any]) -> Card:
     notes = ["of the groups of the last fifth of the steps were dead and drawn in full"]
     notes += [f"{percent(part)} of these: {CAUSES[cause]}"] if cause else []
     notes.append(f"{percent(summary['dead'] / max(summary['groups'], 1))} in the whole run")
-    if idle := summary["ledger"].get("skipped_updates"):
-        notes.append(f"{idle:,.0f} of {summary['steps']:,} steps made no update: no group had a gradient")
+    if idle := summary["ledger"].get("empty_updates"):
+        notes.append(f"no group had a gradient in {idle:,.0f} of {summary['steps']:,} steps")
     return Card("wasted", percent(share), notes)
 
 

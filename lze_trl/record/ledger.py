@@ -15,7 +15,7 @@ from ..batch import Batch, group_mean
 if TYPE_CHECKING:  # readers of a recording need no torch
     from torch import nn
 
-TAUGHT_NOTHING = "No group had a gradient; the model did not change."
+TAUGHT_NOTHING = "No group had a gradient: nothing was learned."
 
 KINDS = {"rollout": "rollouts", "logprob": "logprobs", "update": "updates"}
 """Kinds of work in the entries of a ledger, and their names."""
@@ -64,7 +64,7 @@ class Ledger:
     plain_rows: int = 0  # `generation_batch_size` a batch
     plain_tokens: float = 0.0  # as `add` estimates them
     rows_given_up: int = 0  # completions that were begun for a batch that no update followed
-    skipped_updates: int = 0  # optimizer steps in which nothing was worth a gradient
+    empty_updates: int = 0  # optimizer steps on gradients of zero: nothing was worth one
     rollout_seconds: float = 0.0  # generation and reward functions
     logprob_seconds: float = 0.0  # building the batch, old and reference log-probabilities included
     update_seconds: float = 0.0  # forward and backward passes
