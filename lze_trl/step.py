@@ -257,9 +257,11 @@ class BatchPipeline:
         uniform_groups, packed = not self.passes.variable_group_size, self.args.packing and len(rows) > 0
         if len(rows):
             tensors = engine.tensors(drawn, chosen, rows, uniform_groups, packed)
-        else:  # TRL still logs the rewards of the batch, for which it needs one row
+        else:  # TRL still logs the rewards of the batch, for which it needs one row: with images, for the weights that see them
+            shown = [held[name] for name in ("images", "tool_images") if name in held]
+            place = max(range(len(held["prompt_ids"])), key=lambda i: any(values[i] for values in shown))
             first_row = np.zeros(1, dtype=np.int64)
-            stand_in = {name: values[:1] for name, values in held.items()} | {"row": first_row}
+            stand_in = {name: values[place : place + 1] for name, values in held.items()} | {"row": first_row}
             row = engine.tensors(drawn, replace(chosen, held=stand_in), first_row, uniform_groups, packed)
             tensors, self._filler = {}, filler_inputs(with_images_joined(row))
         others = {name: values for name, values in chosen.held.items() if name not in TENSOR_SOURCES}

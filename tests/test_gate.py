@@ -105,8 +105,7 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
         told.append(world.guard.metrics()["gate_live_kept"])
     assert world.gain > 1.5
     assert world.expected / world.live == pytest.approx(1.0, abs=0.1)  # it is calibrated, also where it stops groups
-    # It tells itself what it keeps, without having seen what it stopped
-    kept = world.kept / world.live
+    kept = world.kept / world.live  # it tells itself what it keeps, without having seen what it stopped
     assert 0.5 < kept < 0.99
     assert np.mean(told) == pytest.approx(kept, abs=0.1)
 
@@ -200,8 +199,7 @@ def test_what_a_batch_is_expected_to_give_does_not_depend_on_luck():
 
 
 def test_one_group_stands_for_those_that_chance_left_out():
-    # Half a batch of which each counts twice is the batch twice
-    rng, halves = np.random.default_rng(3), []
+    rng, halves = np.random.default_rng(3), []  # half a batch of which each counts twice is the batch twice
     outcomes = (rng.random((40, 3)) < 0.3).astype(np.float64)
     for repeats in (1, 2):
         gate, ids = Threshold(), np.arange(40 * repeats)
@@ -233,8 +231,7 @@ def test_one_completion_ends_a_streak_but_makes_none_longer():
 
 
 def test_one_completion_is_not_the_first_visit_of_the_anchor():
-    # Passed once, which would make it the easiest there is; then 1 of 4 passes
-    state = PromptState()
+    state = PromptState()  # passed once, which would make it the easiest there is; then 1 of 4 passes
     state.score_and_store(rollouts({1: [1.0]}), np.zeros(1))
     assert state.prompts(np.array([1])).difficulty.tolist() == [1.0]
     groups = state.score_and_store(rollouts({1: [1.0, 0.0, 0.0, 0.0]}), np.ones(1))

@@ -128,8 +128,7 @@ def test_all_pages_show_what_is_logged(gated, capsys):
     }
     for name, values in shown.items():
         assert values.dropna().to_dict() == pytest.approx(logged[name], abs=1e-6), name
-    # Charts and Compare
-    figures = shown_lines(charts.overview(run))
+    figures = shown_lines(charts.overview(run))  # charts and Compare
     drawn = shown_rewards(charts.overview(run))
     assert list(drawn["total"]["training"].y) == points.reward_mean.tolist()
     assert list(drawn["correct"]["training"].y) == rewards["correct"].tolist()
@@ -279,8 +278,7 @@ def test_a_forecast_names_the_group_size_that_would_do_and_what_was_not_recorded
     graded = forecast(sample_of_folder(tmp_path))
     assert graded.gain is None and "was not recorded" in str(graded)
     assert "trainer.forecast()" in str(graded)
-    # So the advice of such a run does not send its reader there
-    advice = adviser(tmp_path, ("reward",))
+    advice = adviser(tmp_path, ("reward",))  # so the advice of such a run does not send its reader there
     outcomes = np.concatenate([np.tile([0.5, 0.25, 1.0, 0.0], (2, 1)), np.ones((6, 4))])
     batch = sample(outcomes).batch.with_rows(rewards_per_func=outcomes.reshape(-1, 1))
     for _ in range(PATIENCE):

@@ -11,7 +11,7 @@ from test_laws import shape
 
 
 COMMON = {"planner_kwargs": {"streak": 1}, "selection_ratio": 0.7, "max_steps": 16, "beta": 0.05}
-COMMON |= {"optim": "sgd", "learning_rate": 0.2}
+COMMON |= {"optim": "sgd", "learning_rate": 0.2, "weight_decay": 0.1}
 NORMALIZERS = {
     "selected": {"pruning": "refill", "entropy_coef": 0.05},
     "all": {"pruning": "skip"},  # without a bonus, which is a mean over the tokens of a micro-batch, like "bnpo"

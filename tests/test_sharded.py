@@ -32,10 +32,6 @@ WAYS = {
 
 
 CASES = dict(list(ALL.items())[::2])  # with every shape, with packing and without
-# A group a step, often dead: the weights then go on by momentum. Adam would blow up rounding errors without its epsilon
-DEAD = {"strategy": "exact", "max_steps": 8, "per_device_train_batch_size": 2, "num_generations": 2, "packing": True}
-DEAD |= {"optim": "adamw_torch", "learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-3}
-CASES["dead"] = DEAD | {"gradient_accumulation_steps": 1, "lr_scheduler_type": "linear"}
 SAVED = ALL["two optimizer steps a batch-True-selected-sapo"]
 SAVED = SAVED | {"max_steps": 9, "save_strategy": "steps", "save_steps": 5}
 # The end again from a checkpoint in the middle of a generation batch: rollouts have to come back as well
@@ -92,7 +88,6 @@ def test_weights_are_gathered_and_merged(tmp_path, way, share):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_sharded_is_single(single, sharded, way):
-    for case in CASES:
-        assert (sharded(way) / f"{case}.way").read_text() == WAYS[way]
-        one = assert_one(sharded(way), case, single=single)
-        assert 0 < one["empty_updates"] < 8 or case != "dead"
+    assert {(sharded(way) / f"{case}.way").read_text() for case in CASES} == {WAYS[way]}
+    # Also in steps without a row, in which the weights decay
+    assert sum(assert_one(sharded(way), case, single=single)["empty_updates"] for case in CASES) > 0

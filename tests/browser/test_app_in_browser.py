@@ -262,8 +262,7 @@ def test_page_follows_a_run(page, tmp_path):
         open_page(page, address)
         standing, plot = page.locator("#lze-standing"), page.locator(".lze-chart.js-plotly-plot").first
         plot.wait_for(timeout=60_000)
-        # The reader zooms in, which stays
-        box = plot.locator(".nsewdrag").bounding_box()
+        box = plot.locator(".nsewdrag").bounding_box()  # the reader zooms in, which stays
         x, y = box["x"] + box["width"] / 4, box["y"] + box["height"] / 2
         page.mouse.move(x, y)
         page.mouse.down()
@@ -380,8 +379,7 @@ def test_runs_of_a_folder_and_their_status(page, runs, tmp_path):
             shown = cells(page, "#lze-runs")
             assert shown["lze-a"][:3] == ["–", "finished", "60 of 60"]
             assert shown["sweep/full"][1].startswith(state) and shown["sweep/full"][2] == "60 of 80"
-        # A run that begins is found when the page is loaded again
-        shutil.copytree(runs / "lze-b", tmp_path / "late")
+        shutil.copytree(runs / "lze-b", tmp_path / "late")  # a run that begins is found when the page is loaded again
         open_page(page, address, "Runs")
         wait_for(lambda: "late" in cells(page, "#lze-runs"))
         open_tab(page, "Overview")
@@ -408,8 +406,7 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     search(page, "geometry")
     expected = sum(run.prompt_counts("geometry").values())
     wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
-    # By the pointer, and on by the keyboard
-    prompts = run.prompts(search="geometry", limit=3)
+    prompts = run.prompts(search="geometry", limit=3)  # by the pointer, and on by the keyboard
     detail = page.locator("#lze-detail")
     wait_for(lambda: prompts.text[0] in detail.inner_text())  # the first is open by itself
     row(page, "#lze-prompts", 0).click()
@@ -425,13 +422,11 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     once = ordered.drop_duplicates(["completion", "completion_tokens", "reward"]).completion.tolist()
     assert shown.locator(".lze-completion pre").all_inner_texts() == once
     assert detail.locator("[data-copy]").get_attribute("data-copy") == str(prompts.prompt_id[2])
-    # An earlier visit
-    step = run.groups(int(prompts.prompt_id[2])).step.tolist()[-3] + 1
+    step = run.groups(int(prompts.prompt_id[2])).step.tolist()[-3] + 1  # an earlier visit
     page.locator("#lze-visit input").click()
     page.get_by_role("option", name=f"step {step}:").click()
     shown.get_by_role("heading", name=f"Completions at step {step}", exact=True).wait_for()
-    # A point of the chart opens its prompt
-    search(page, str(prompts.prompt_id[1]))
+    search(page, str(prompts.prompt_id[1]))  # a point of the chart opens its prompt
     wait_for(lambda: found.inner_text().strip() == "1 prompt.")
     point = page.locator("#lze-scatter .point")
     wait_for(lambda: point.count() == 1)
@@ -446,8 +441,7 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     wait_for(lambda: found.inner_text().strip() == "No prompt has all of: no such prompt anywhere")
     # No prompt stays open, and no empty chart
     wait_for(lambda: not detail.locator("pre").count() and not page.locator("#lze-scatter .gtitle").count())
-    # A value of a column is chosen beside the other words
-    search(page, "problem")
+    search(page, "problem")  # a value of a column is chosen beside the other words
     choose(page, "#lze-column", "subject=number_theory")
     expected = sum(1 for row in run.prompts()["columns"] if json.loads(row)["subject"] == "number theory")
     wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")

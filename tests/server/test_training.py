@@ -32,8 +32,7 @@ def sampled(session_servers, models, tmp_path_factory) -> list[dict]:
 def test_twenty_steps_under_zero3(sampled):
     first, second = sampled
     assert first["steps"] == 20
-    # Both ranks decide alike, at every step
-    assert first["choices"] == second["choices"]
+    assert first["choices"] == second["choices"]  # both ranks decide alike, at every step
     # The servers compute with the trainer's weights after every sync, and there was one whenever the weights had moved
     differences = [difference for _, *of_servers in first["differences"] for difference in of_servers]
     assert len(differences) == 20

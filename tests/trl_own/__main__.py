@@ -21,8 +21,7 @@ def main(given: list[str] | None = None) -> int:
     arguments, further = parser.parse_known_args(given)
     folder = arguments.folder.resolve()
     stand_ins.prepare(arguments.source.resolve(), folder, arguments.rows)
-    # Data are cached by their names, whatever is in them
-    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"  # data are cached by their names, whatever is in them
     shutil.rmtree(folder / "cache", ignore_errors=True)
     os.chdir(folder)  # where the names of models and data sets are folders
     options = ["-q", "--tb=no", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={folder}"]

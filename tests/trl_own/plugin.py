@@ -64,8 +64,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    # TRL collects garbage after each test, and accelerate parses the same metadata in each training
-    gc.collect()
+    gc.collect()  # TRL collects garbage after each test, and accelerate parses the same metadata in each training
     gc.freeze()
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
 
