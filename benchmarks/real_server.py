@@ -53,6 +53,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "exact": {"strategy": "exact"},
     "exact_g4": {"strategy": "exact", "num_generations": 4},
     "gate_default": {"strategy": "gate"},
+    "gate_default_g4": {"strategy": "gate", "num_generations": 4},
     "gate_g8": BASIC_GATE,
     # Kept runs call it so
     "gate": BASIC_GATE | {"num_generations": 4},

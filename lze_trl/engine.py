@@ -700,7 +700,8 @@ class TRLAdapter:
         bonus = 0.0 if entropy_weights is None else self._entropy_bonus()
         weighted_kl = row_weights is not None and trainer.beta != 0.0
         forward_passes: list[tuple[torch.Tensor, torch.Tensor]] = []  # log-probabilities and entropies
-        changes: dict[str, Any] = {}
+        # An adaptive bonus would take the entropy of no token to be 0
+        changes: dict[str, Any] = {} if accumulation.real_steps else {"use_adaptive_entropy": False}
         if trainer.aux_loss_enabled and scale > 0.0:
             # The auxiliary loss of a mixture of experts is a mean over the micro-batch in every loss type
             changes["router_aux_loss_coef"] = trainer.router_aux_loss_coef * row_share / scale

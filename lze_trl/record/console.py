@@ -46,8 +46,7 @@ class ProgressBar(ProgressCallback):
     """The progress bar of transformers, without the dictionary of some 50 metrics at each log."""
 
     def on_log(self, *args: Any, **kwargs: Any):
-        # Differs from transformers: the lines are those of `RunSummary`
-        pass
+        pass  # differs from transformers: the lines are those of `RunSummary`
 
 
 @dataclass(eq=False)

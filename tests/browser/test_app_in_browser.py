@@ -644,8 +644,7 @@ def test_readable_on_a_phone(browser, address):
     page.wait_for_selector("#lze-detail pre")
     wait_for(lambda: 0 <= page.locator("#lze-detail pre").first.bounding_box()["y"] < 700)
     page.wait_for_selector("#lze-scatter .js-plotly-plot")
-    # A tap says what a word means
-    page.get_by_role("columnheader", name="energy").tap()
+    page.get_by_role("columnheader", name="energy").tap()  # a tap says what a word means
     wait_for(lambda: page.locator(".lze-told").inner_text() == MEANINGS["energy"])
     page.locator(".lze-told").tap()
     assert page.locator(".lze-told").count() == 0
