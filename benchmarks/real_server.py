@@ -1,11 +1,11 @@
 """
 Seconds, and accuracy with overlap, of a training with a real vLLM server, which has a core of its own.
 
-    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--bfloat16] [--url URL] [--output DIR] [--report_only]
+    python -m benchmarks.real_server [--task words] [--seeds 0] [--arms plain exact gate …] [--steps N] [--stretch X] [--bfloat16] [--url URL] [--output DIR] [--report_only]
 
 Completions are those of vLLM on this CPU (`make vllm-env`): the server has the first core, the training the last one. With `--url` they are those of a server that
 runs already, see `benchmarks/gpu_server.sh`. Plain GRPO is `strategy: grpo` by the same server, whose weights are those of TRL's trainer. Accuracy is exact, of the weights that
-each step has left behind; it is computed after the training, so that overlap gains nothing by it. Arms that draw less make half as many steps again.
+each step has left behind; it is computed after the training, so that overlap gains nothing by it. Other arms make half as many steps again, or with `--stretch 1` as many.
 Each is compared with plain GRPO of the same seed at the shape that is named: first after as many steps, then by the seconds that plain GRPO had taken when it first had its
 own final accuracy; a dash stands where a run never had it.
 """
@@ -60,7 +60,6 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 ARMS |= {f"{arm}+overlap": settings | {"overlap": "one_step"} for arm, settings in ARMS.items()}
 TITLES = {"grpo": "plain GRPO", "exact": "`exact`", "gate": "basic `gate`"}
-_STRETCH = 1.5
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class Run(KeptRun):
     seed: int
     steps: int
     float32: bool = False
+    stretch: float = 1.5
 
 
 class Recorder(TrainerCallback):
@@ -130,7 +130,7 @@ def train(run: Run, url: str | None = None) -> dict[str, Any]:
     )  # its gradient can be NaN: https://github.com/pytorch/pytorch/issues/196678
     cores, on_gpu = sorted(os.sched_getaffinity(0)), has_gpu()
     task, files = TASKS[run.task], ready(run.task, make_options(task=run.task), Console())
-    bf16 = not run.float32
+    bf16, is_plain = not run.float32, ARMS[run.arm]["strategy"] == "grpo"
     data = load(task, files, "test")
     with tempfile.TemporaryDirectory() as name:
         own = nullcontext(url) if url else server_on_first_core(files.model, Path(name) / "server.log", run.float32)
@@ -146,7 +146,7 @@ def train(run: Run, url: str | None = None) -> dict[str, Any]:
                         "bf16": bf16,
                         "output_dir": f"{name}/trainer",
                         "learning_rate": task.learning_rate,
-                        "max_steps": run.steps if ARMS[run.arm]["strategy"] == "grpo" else round(_STRETCH * run.steps),
+                        "max_steps": round(run.steps * (1.0 if is_plain else run.stretch)),
                         "seed": run.seed,
                         "use_vllm": True,
                         "vllm_mode": "http",
@@ -243,6 +243,7 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="NAME")
     parser.add_argument("--steps", type=int, help="of plain GRPO; default: the task's own")
+    parser.add_argument("--stretch", type=float, default=1.5, help="of the steps of arms other than plain GRPO")
     parser.add_argument("--bfloat16", action="store_true", help="instead of float32: faster on a CPU with AMX")
     parser.add_argument(
         "--url", metavar="URL", help="of a vLLM server that runs; default: one on this CPU for each run"
@@ -251,7 +252,8 @@ def main(arguments: Sequence[str] | None = None):
     parser.add_argument("--report_only", action="store_true")
     given = parser.parse_args(arguments)
     steps = given.steps or TASKS[given.task].steps
-    runs = [Run(given.task, arm, seed, steps, not given.bfloat16) for seed in given.seeds for arm in given.arms]
+    pairs = [(arm, seed) for seed in given.seeds for arm in given.arms]
+    runs = [Run(given.task, arm, seed, steps, not given.bfloat16, given.stretch) for arm, seed in pairs]
     if given.report_only:
         kept = sorted(given.output.glob("*-seed*.json"), reverse=True)
         runs = [Run(**json.loads(path.read_text(encoding="utf-8"))["run"]) for path in kept]
