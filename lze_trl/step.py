@@ -12,7 +12,7 @@ from .engine import TENSOR_SOURCES, TRLAdapter
 from .memory.state import PromptState
 from .pack.accumulation import Accumulation
 from .pack.layout import Geometry, Layout, pack, padding_efficiency, trl_layout, unpacked
-from .pack.micro_batch import filler_inputs, micro_batch, no_rows, with_images_joined
+from .pack.micro_batch import any_row, filler_inputs, micro_batch
 from .pack.weights import Weights, weights_of_chosen, weights_of_full, weights_of_part
 from .plan.passes import Passes, Plan
 from .record.advice import Advice
@@ -58,7 +58,6 @@ class BatchPipeline:
         self._prefetching: Pending | None = None  # the next batch, while servers work on it
         self._position_before: dict[str, Any] = {}  # position in the data before that batch
         self._prefetched: Batch | None = None  # the next batch, already complete
-        self._filler: dict[str, Any] = {}  # inputs of the latest row, with weight 0
 
     @property
     def _micro_steps_per_batch(self) -> int:
@@ -147,15 +146,13 @@ class BatchPipeline:
         """Return the inputs of this micro-step: of one without rows, a row of weight 0, whose gradients are zero, as a dead group's are."""
         if not self.has_rows():
             self.accumulation.by_trl = False
-            return dict(self._filler or no_rows(self.accelerator.device))
+            return filler_inputs(any_row(self.batch.held, self.accelerator.device))
         args, rank = self.args, self.accelerator.process_index
         slot = self.micro_step % args.steps_per_generation
         self.accumulation.by_trl &= self.batch.layout.by_trl
-        inputs = micro_batch(
+        return micro_batch(
             self.batch, slot, rank, args.loss_type, self.geometry, args.pad_to_multiple_of, trim=args.packing
         )
-        self._filler = filler_inputs(inputs)
-        return inputs
 
     def end_optimizer_step(self, engine: TRLAdapter):
         """Close the optimizer step and log its metrics."""
@@ -257,13 +254,12 @@ class BatchPipeline:
         uniform_groups, packed = not self.passes.variable_group_size, self.args.packing and len(rows) > 0
         if len(rows):
             tensors = engine.tensors(drawn, chosen, rows, uniform_groups, packed)
-        else:  # TRL still logs the rewards of the batch, for which it needs one row: with images, for the weights that see them
+        else:  # TRL needs a row to log the rewards of the batch, and so does an empty update: if possible one with images
             shown = [held[name] for name in ("images", "tool_images") if name in held]
             place = max(range(len(held["prompt_ids"])), key=lambda i: any(values[i] for values in shown))
             first_row = np.zeros(1, dtype=np.int64)
             stand_in = {name: values[place : place + 1] for name, values in held.items()} | {"row": first_row}
-            row = engine.tensors(drawn, replace(chosen, held=stand_in), first_row, uniform_groups, packed)
-            tensors, self._filler = {}, filler_inputs(with_images_joined(row))
+            tensors = engine.tensors(drawn, replace(chosen, held=stand_in), first_row, uniform_groups, packed)
         others = {name: values for name, values in chosen.held.items() if name not in TENSOR_SOURCES}
         return replace(chosen, held=others | tensors)
 

@@ -136,16 +136,13 @@ def test_the_weights_are_those_of_trl_with_and_without_dead_groups(tmp_path, nam
     assert distance(theirs, fewer) < 1e-6
 
 
-def every_second_step(completions, trainer_state, **kwargs):
-    return [1.0] * len(completions) if trainer_state.global_step % 2 else odd_answer_reward(completions, **kwargs)
-
-
 @pytest.mark.parametrize("name", ["a tool", "two images", "a tool that shows by a grid"])
 def test_steps_without_a_live_group_are_those_of_trl(tmp_path, name):
-    case = replace(CASES[name], given=CASES[name].given | {"reward_funcs": every_second_step}, settings={})
-    own = {"optim": "adamw_torch", "learning_rate": 1e-2, "adam_epsilon": 1e-3, "weight_decay": 0.1, "max_steps": 5}
+    own = {"optim": "adamw_torch", "learning_rate": 1e-2, "adam_epsilon": 1e-3, "weight_decay": 0.1, "max_steps": 8}
+    own |= {"per_device_train_batch_size": 2, "num_generations": 2, "gradient_accumulation_steps": 1}
+    case = replace(CASES[name], settings={})
     ours, theirs = (train(cls, tmp_path / cls.__name__, case, **own) for cls in (LZEGRPOTrainer, GRPOTrainer))
-    assert ours.ledger.empty_updates >= 2
+    assert 2 <= ours.ledger.empty_updates <= 6
     assert distance(theirs, ours) < 1e-6 < 1e-2 < moved_from(ours, case)
 
 

@@ -105,9 +105,9 @@ def test_a_completion_yields_more_live_groups_than_without_a_gate(alone):
         told.append(world.guard.metrics()["gate_live_kept"])
     assert world.gain > 1.5
     assert world.expected / world.live == pytest.approx(1.0, abs=0.1)  # it is calibrated, also where it stops groups
-    kept = world.kept / world.live  # it tells itself what it keeps, without having seen what it stopped
+    kept = world.kept / world.live
     assert 0.5 < kept < 0.99
-    assert np.mean(told) == pytest.approx(kept, abs=0.1)
+    assert np.mean(told) == pytest.approx(kept, abs=0.1)  # without having seen what it stopped
 
 
 @pytest.mark.parametrize("hold", ["signal", "completions"])
@@ -231,8 +231,8 @@ def test_one_completion_ends_a_streak_but_makes_none_longer():
 
 
 def test_one_completion_is_not_the_first_visit_of_the_anchor():
-    state = PromptState()  # passed once, which would make it the easiest there is; then 1 of 4 passes
-    state.score_and_store(rollouts({1: [1.0]}), np.zeros(1))
+    state = PromptState()
+    state.score_and_store(rollouts({1: [1.0]}), np.zeros(1))  # alone, it would make the prompt the easiest there is
     assert state.prompts(np.array([1])).difficulty.tolist() == [1.0]
     groups = state.score_and_store(rollouts({1: [1.0, 0.0, 0.0, 0.0]}), np.ones(1))
     assert groups.difficulty.tolist() == [0.75]

@@ -208,8 +208,8 @@ def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
     following = None
     for count, record in enumerate(training.generations(20)):
         if count == 10:
-            writer.close()  # the run goes on from a checkpoint after its 8th batch
-            writer = TelemetryWriter(tmp_path, training.meta, resumed_generation=8)
+            writer.close()
+            writer = TelemetryWriter(tmp_path, training.meta, resumed_generation=8)  # from a checkpoint after its 8th
         writer.record(record if count < 10 else replace(record, generation=count - 2))
         writer.flush()
         following = following or open_run(tmp_path)

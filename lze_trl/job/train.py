@@ -217,7 +217,7 @@ def publish(trainer: LZEGRPOTrainer, on_the_hub: str | list[str]):
     if trainer.args.push_to_hub:
         try:
             trainer.push_to_hub(dataset_name=on_the_hub)
-            files["model"] = f"{huggingface_hub.constants.ENDPOINT}/{trainer.hub_model_id}"
+            files["model"] = f"{huggingface_hub.HfApi().endpoint}/{trainer.hub_model_id}"
         except Exception as error:  # of the Hub or the network, any: the run has ended well
             failure = error
     if summary is not None:

@@ -76,12 +76,15 @@ def filler_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     return {"num_items_in_batch": torch.ones((), device=row["advantages"].device)} | row | weightless
 
 
-def no_rows(device: torch.device) -> dict[str, Any]:
-    """Return such a row where no completion has been drawn yet: one token of a prompt, and a masked one."""
+def any_row(held: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a row that this process holds, if possible one with images; without any, a prompt and a completion of one token."""
+    if "completion_mask" in held:
+        place = np.argmax(held.get("num_images", [0]), keepdims=True)
+        return with_images_joined(rows_of(held, place))
     token, values = torch.zeros((1, 1), dtype=torch.int64, device=device), torch.zeros((1, 1), device=device)
     logprobs = {"ref_per_token_logps": values, "importance_sampling_ratio": values, "advantages": values[0]}
     prompt = {"prompt_ids": token, "prompt_mask": token + 1}
-    return filler_inputs(prompt | logprobs | {"completion_ids": token, "completion_mask": token})
+    return prompt | logprobs | {"completion_ids": token, "completion_mask": token}
 
 
 def widths(

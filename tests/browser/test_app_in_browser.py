@@ -262,12 +262,12 @@ def test_page_follows_a_run(page, tmp_path):
         open_page(page, address)
         standing, plot = page.locator("#lze-standing"), page.locator(".lze-chart.js-plotly-plot").first
         plot.wait_for(timeout=60_000)
-        box = plot.locator(".nsewdrag").bounding_box()  # the reader zooms in, which stays
+        box = plot.locator(".nsewdrag").bounding_box()
         x, y = box["x"] + box["width"] / 4, box["y"] + box["height"] / 2
         page.mouse.move(x, y)
         page.mouse.down()
         page.mouse.move(x + box["width"] / 2, y, steps=5)
-        page.mouse.up()
+        page.mouse.up()  # the reader has zoomed in, which stays
         ranges = "(plot) => [...plot.layout.xaxis.range, plot.layout.xaxis.autorange]"
         wait_for(lambda: plot.evaluate(ranges)[-1] is False)
         zoomed = plot.evaluate(ranges)
@@ -406,14 +406,14 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     search(page, "geometry")
     expected = sum(run.prompt_counts("geometry").values())
     wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
-    prompts = run.prompts(search="geometry", limit=3)  # by the pointer, and on by the keyboard
+    prompts = run.prompts(search="geometry", limit=3)
     detail = page.locator("#lze-detail")
     wait_for(lambda: prompts.text[0] in detail.inner_text())  # the first is open by itself
-    row(page, "#lze-prompts", 0).click()
+    row(page, "#lze-prompts", 0).click()  # by the pointer
     # `page.url` alone stays as it was until Playwright is asked for something else
     wait_for(lambda: f"prompt={prompts.prompt_id[0]}" in page.evaluate("location.href"))
     for _ in range(2):
-        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")  # and by the keyboard
     page.keyboard.press("Enter")
     wait_for(lambda: prompts.text[2] in detail.inner_text())
     completions = run.completions(int(prompts.prompt_id[2]))
@@ -426,7 +426,8 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     page.locator("#lze-visit input").click()
     page.get_by_role("option", name=f"step {step}:").click()
     shown.get_by_role("heading", name=f"Completions at step {step}", exact=True).wait_for()
-    search(page, str(prompts.prompt_id[1]))  # a point of the chart opens its prompt
+    # A point of the chart opens its prompt
+    search(page, str(prompts.prompt_id[1]))
     wait_for(lambda: found.inner_text().strip() == "1 prompt.")
     point = page.locator("#lze-scatter .point")
     wait_for(lambda: point.count() == 1)
@@ -441,8 +442,8 @@ def test_prompts_are_searched_and_opened(page, address, runs):
     wait_for(lambda: found.inner_text().strip() == "No prompt has all of: no such prompt anywhere")
     # No prompt stays open, and no empty chart
     wait_for(lambda: not detail.locator("pre").count() and not page.locator("#lze-scatter .gtitle").count())
-    search(page, "problem")  # a value of a column is chosen beside the other words
-    choose(page, "#lze-column", "subject=number_theory")
+    search(page, "problem")
+    choose(page, "#lze-column", "subject=number_theory")  # beside the other word
     expected = sum(1 for row in run.prompts()["columns"] if json.loads(row)["subject"] == "number theory")
     wait_for(lambda: found.inner_text().strip() == f"{expected} prompts.")
     assert page.locator("#lze-search textarea, #lze-search input").input_value() == "problem subject=number_theory"

@@ -90,8 +90,8 @@ def test_two_steps_of_a_language_model(model, server, tmp_path):
     assert trainer.state.global_step == 2
     assert ledger.rows_rolled_out == 128
     assert 0 < ledger.groups_trained == 16 - ledger.groups_dead
-    (known,) = trainer.vllm_generation.pool.servers  # every sync was checked, and the weights have moved
-    assert known.difference < 1e-3
+    (known,) = trainer.vllm_generation.pool.servers
+    assert known.difference < 1e-3  # every sync was checked
     assert moved(trainer.model, model) > 1e-6
 
 

@@ -23,6 +23,7 @@ def sampled(session_servers, models, tmp_path_factory) -> list[dict]:
     directory = tmp_path_factory.mktemp("zero3")
     session_servers["first"].ensure()
     settings = {"per_device_train_batch_size": 32, "learning_rate": 3e-3, "optim": "adamw_torch", "max_steps": 20}
+    settings["adam_beta1"] = 0.0  # without momentum, an empty update leaves the weights as they are
     settings |= {"model": str(models["untied"]), "urls": [session_servers["first"].url]}
     command = [*by_accelerate(directory, on_two_cpus("zero3")), SCRIPT, write(directory, {"sampled": settings})]
     run_to_end(command, env={"DS_ACCELERATOR": "cpu"})
@@ -38,7 +39,7 @@ def test_twenty_steps_under_zero3(sampled):
     assert len(differences) == 20
     assert max(differences) < 1e-3
     versions = {version for version, *_ in first["differences"]}
-    assert len(versions) + first["skipped"] in (20, 21)  # the last step may be one
+    assert len(versions) + first["empty"] in (20, 21)  # the last step may be one
     # The model learns from the chosen groups alone, and what it has learned is pruned
     early, late = first["pass_rates"][:4], first["pass_rates"][-4:]
     assert sum(late) / 4 > sum(early) / 4 + 0.2

@@ -41,7 +41,7 @@ def run(directory: Path, name: str, settings: dict):
         "trained": ledger.rows_trained / ledger.rows_rolled_out,
         "pruned": ledger.visits_skipped,
         "steps": trainer.state.global_step,
-        "skipped": ledger.empty_updates,
+        "empty": ledger.empty_updates,
     }
     leave(directory, name, trainer, result)
 

@@ -64,9 +64,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    gc.collect()  # TRL collects garbage after each test, and accelerate parses the same metadata in each training
-    gc.freeze()
-    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+    gc.collect()
+    gc.freeze()  # TRL collects garbage after each test
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # accelerate parses it in each training
 
 
 def pytest_unconfigure():
