@@ -204,8 +204,7 @@ def test_a_run_keeps_what_it_cannot_continue_aside(tmp_path, caplog, file, conte
 
 def test_a_reader_that_follows_knows_what_one_that_comes_later_knows(tmp_path):
     training = SyntheticTraining(num_prompts=50, groups_per_batch=7, group_size=3)
-    writer = TelemetryWriter(tmp_path, training.meta)
-    following = None
+    writer, following = TelemetryWriter(tmp_path, training.meta), None
     for count, record in enumerate(training.generations(20)):
         if count == 10:
             writer.close()
@@ -282,17 +281,18 @@ def spoil(groups):
     pd.read_parquet(groups).assign(visits="<b>").to_parquet(groups)
 
 
+def alter(meta, **values):
+    meta.write_text(json.dumps(json.loads(meta.read_text()) | values))
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "error", "message"),
     [
         ("", shutil.rmtree, MissingTelemetryError, "Nothing has been recorded here yet"),
-        (
-            "meta.json",
-            lambda meta: meta.write_text(OLD),
-            TelemetryError,
-            f"schema 1, .* reads schema {SCHEMA_VERSION}",
-        ),
+        ("meta.json", lambda m: m.write_text(OLD), TelemetryError, f"schema 1, .* reads schema {SCHEMA_VERSION}"),
         ("meta.json", lambda meta: meta.write_text("{"), TelemetryError, "cannot be read"),
+        ("meta.json", lambda meta: alter(meta, known={"seed": 3}), TelemetryError, "cannot be read"),
+        ("meta.json", lambda meta: alter(meta, reward_names=7), TelemetryError, "cannot be read"),
         ("groups/*", spoil, TelemetryError, "cannot be read: .*<b>"),
     ],
 )

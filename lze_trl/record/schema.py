@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,15 @@ class Meta:
             content = json.loads((directory / META_FILE).read_text(encoding="utf-8"))
             form, version = content["format"], content["schema_version"]
             if (form, version) == (FORMAT, SCHEMA_VERSION):
-                known = {own.name: content[own.name] for own in fields(cls) if own.name in content}
-                return cls(**known | {"settings": dict(content["settings"])})
+                names = [str(name) for name in content.get("reward_names", [])]
+                known = {name: [str(topic), default] for name, (topic, default) in content.get("known", {}).items()}
+                return cls(dict(content["settings"]), names, known, version, str(content["package_version"]))
         except FileNotFoundError:
             raise MissingTelemetryError(
                 "Nothing has been recorded here yet. A training with `telemetry=True` appears as soon as its first batch is scored."
             ) from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            told = f"`{META_FILE}` of the run cannot be read, or is of something else: {error!r}."
-            raise TelemetryError(told) from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise TelemetryError(f"`{META_FILE}` of the run cannot be read: {error!r}.") from error
         raise TelemetryError(
             f"The run was recorded with telemetry schema {version!r}, and this version of lze_trl reads schema "
             f"{SCHEMA_VERSION}. Open it with the version of lze_trl that recorded it; a new training needs another "
