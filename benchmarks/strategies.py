@@ -98,6 +98,10 @@ STRATEGIES: dict[str, Strategy] = {
         )
         for hold in ("completions", "nothing")
     },
+    # Its groups go on by a threshold from the batches before, as with vLLM servers, instead of by a ranking of the batch
+    "gate_default_alone": Strategy(
+        "`strategy: gate`, by the rule with vLLM servers", {"strategy": "gate", "alone": True}
+    ),
     "gate_default_g4": Strategy("`strategy: gate`, G = 4", {"strategy": "gate", "num_generations": 4}),
     "gate_default_columns": Strategy("`strategy: gate`, `report_by`", {"strategy": "gate", "report_by": ["kind"]}),
     # The same without what goes beyond a batch: one completion of each prompt, the others where the group is likely to be alive
@@ -113,7 +117,7 @@ STRATEGIES: dict[str, Strategy] = {
         )
         for hold, what in (("signal", "the signal"), ("completions", "the completions"))
     },
-    # Its groups go on by a threshold from the batches before, as with vLLM servers, instead of by a ranking of the batch
+    # By the rule with vLLM servers
     "gate_alone": Strategy(
         "one-completion gate, each group by itself",
         _selecting("zero_variance", controller="gate", loss_normalizer="all", alone=True),
