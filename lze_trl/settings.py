@@ -153,7 +153,7 @@ def check_value(name: str, value: Any, hint: Any, block: str = ""):
         return
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if not any(_fits(value, kind) for kind in kinds):
-        raise ValueError(f"{place} must be {' or '.join(map(_in_words, kinds))}, got {redacted(value)!r}.")
+        raise ValueError(f"{place} must be {' or '.join(map(_in_words, kinds))}, got {redacted(value, name=name)!r}.")
     interval = RANGES.get(block, {}).get(name)
     if interval is not None and isinstance(value, Real) and not _contains(interval, float(value)):
         raise ValueError(f"{place} must be in {interval}, got {value}. Give such a number, or leave it unset.")

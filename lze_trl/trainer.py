@@ -54,6 +54,7 @@ from .trl_contract import check_releases
 
 
 logger = logging.getLogger(__name__)
+_ORDER = ("_get_train_sampler", "get_train_dataloader")
 
 
 class EndOnSignal(TrainerCallback):
@@ -91,9 +92,10 @@ class NamedSpace(TrackioCallback):
 
 
 def _override(cls: type, *names: str) -> str | None:
-    """Find the override of one of these methods by a class that is neither TRL's nor ours, as `Class.method`."""
+    """Find the override of one of these methods, or of its form with `_`, by a class that is neither TRL's nor ours, as `Class.method`."""
     users = [c for c in cls.__mro__[: cls.__mro__.index(GRPOTrainer)] if c is not LZEGRPOTrainer]
-    return next((f"{c.__name__}.{name}" for name in names for c in users if name in vars(c)), None)
+    forms = [form for name in names for form in (name, f"_{name}")]
+    return next((f"{c.__name__}.{form}" for form in forms for c in users if form in vars(c)), None)
 
 
 def _row_counter(dataloader: Any) -> Callable[[], float]:
@@ -155,13 +157,15 @@ class LZEGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = LZEGRPOConfig(f"{name.split('/')[-1]}-LZE")
         if ignored := _override(type(self), "_generate_and_score_completions"):
-            raise TypeError(
-                f"`{ignored}` would never be called in training: data selection generates, scores, chooses and packs completions in "
-                "steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or `_compute_loss` "
-                "to change advantages and other tensors (`inputs`) of the rows that are trained on; or use `trl.GRPOTrainer`."
-            )
+            told = f"`{ignored}` would never be called in training: data selection generates, scores, chooses and packs completions"
+            told += " in steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or"
+            told += " `_compute_loss` to change advantages and other tensors (`inputs`) of the rows that are trained on; or"
+            raise TypeError(f"{told} use `trl.GRPOTrainer`.")
+        if args.strategy != "grpo" and (loss := _override(type(self), "compute_loss")):
+            told = "`%s` sees the rows that are trained on, and its loss weighs what they weigh: a term of your own counts less"
+            logger.warning(f'{told} than in TRL. `strategy="grpo"` computes it as TRL does.', loss)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        self._own_order = _override(type(self), "_get_train_sampler", "get_train_dataloader")
+        self._own_order = _override(type(self), *_ORDER)
         kwargs |= zip([*inspect.signature(GRPOTrainer).parameters][4:], positional, strict=False)
         given = kwargs | {"instruction": instruction}
         train_dataset, controller, self.resolved = checks.prepare(
@@ -455,6 +459,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: rows and their entropies weigh what they weigh in the optimizer step, however they are packed
         if "lze_scale" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        inputs = dict(inputs)  # a caller may compute its loss again
 
         def by_trl(view: Any) -> torch.Tensor:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -610,6 +615,10 @@ class LZEGRPOTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):  # type: ignore[override]  # the others are passed on
         # Differs from TRL: `True` means the last *complete* checkpoint, and the prompt state is saved at the end
         checks.refuse_nothing_to_train(self.model, self.optimizer)
+        if ignored := [name for name in ("_generate_and_score_completions", *_ORDER) if name in vars(self)]:
+            raise TypeError(
+                f"`trainer.{ignored[0]} = …` would be ignored. Override the method in a class of your own."
+            )
         with self.running():
             return self._train(resume_from_checkpoint, **kwargs)
 

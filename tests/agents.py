@@ -61,14 +61,9 @@ def words() -> tuple[Any, Any]:
 def llava_of(family: str, pixels: type, encoder, text, **tiles) -> tuple[Any, Any]:
     """A model of the family of Llava, and its processor."""
     shown = pixels(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}, **tiles)
-    processor = getattr(transformers, f"{family}Processor")(
-        image_processor=shown,
-        tokenizer=encoder,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=encoder.chat_template,
-    )
+    own = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    make = getattr(transformers, f"{family}Processor")
+    processor = make(image_processor=shown, tokenizer=encoder, chat_template=encoder.chat_template, **own)
     vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = getattr(transformers, f"{family}Config")(
         vision_config=transformers.CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **vision),

@@ -116,14 +116,8 @@ def run_to_end(
     command: list[str | Path], timeout: float = 600, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:
     """Run a command on one thread a process, and fail with what it says if it fails."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | (env or {}),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    own = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+    done = subprocess.run([*map(str, command)], env=own, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, told(done)
     return done
 

@@ -46,14 +46,8 @@ def run(directory: Path, name: str, settings: dict):
     args = tiny.config(directory / f"{name}-{world}", **settings)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         on_cpu_like_gpu()
-    trainer = LZEGRPOTrainer(
-        model=str(directory / "model"),
-        reward_funcs=mostly_reward,
-        args=args,
-        train_dataset=dataset,
-        rollout_func=tiny.fixed_rollouts,
-        selector=RecordingSelector(args.make_selector()),
-    )
+    own = {"rollout_func": tiny.fixed_rollouts, "selector": RecordingSelector(args.make_selector())}
+    trainer = LZEGRPOTrainer(str(directory / "model"), mostly_reward, args, train_dataset=dataset, **own)
     trainer.train(resume_from_checkpoint=resume and str(directory / f"{resume[0]}-{world}" / resume[1]))
     (directory / f"{name}.way").write_text(type(trainer.model_wrapped).__name__)
     result = {name: getattr(trainer.ledger, name) for name in ("rows_trained", "visits_skipped", "empty_updates")}

@@ -90,7 +90,7 @@ def test_references(text, expected):
         (AMC, ["27"], {"url": ["https://example.org"]}),
         (BLOCKS, ["4"], {}),
         (TRL, ["4"], {"source": ["test/data.jsonl"]}),
-        ([{"Problem": "A?", "Answer": 7, "ID": "x"}], ["7"], {"ID": ["x"]}),
+        ([{"Problem": "A?", "Answer": 7, "T": ["f(1)"]}], ["7"], {"Answer": [7], "T": [["f(1)"]]}),
         ([{"problem": "A?", "solution": "42"}], ["42"], {}),
     ],
     ids=["gsm8k", "math", "math-500", "dapo", "amc", "blocks", "trl", "capitals", "bare-solution"],
@@ -147,13 +147,14 @@ def test_columns_by_name_and_ids_of_the_rows(write):
     assert (dataset["note"], dataset["prompt_id"]) == (["n"] * 2, [7, 8])
 
 
-def test_a_limited_mixture(write):
-    own = [{"problem": "B?", "answer": "1", "id": "x"}]
+def test_a_limited_mixture(write, caplog):
+    own = [{"problem": "B?", "answer": "1", "id": "x", "url": ["x"]}]  # a list here, a text in another set
     names = {"a/math.jsonl": MATH, "b/math_500.jsonl": MATH_500, "c/amc.jsonl": AMC, "d/own.jsonl": own}
     dataset = load_mixture([write(name, rows) for name, rows in names.items()], limit=2)
     assert dataset["source"] == ["a/math.jsonl", *names]
     assert dataset["level"] == ["Level 2", "Level 5", "2", None, None]  # a number in one set and text in another
     assert dataset["id"] == [None, None, None, "0", "x"]
+    assert "url" not in dataset.column_names and "The columns ['url'] are left out" in caplog.text
     assert dataset["prompt"][4] == [{"role": "user", "content": "B?"}]
     with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
         load_mixture([write("own.jsonl", own)], limit=0)
@@ -226,7 +227,8 @@ def test_a_set_may_lack_gold_answers(write):
     rows = [{"problem": "A?", "answer": "1"}, {"problem": "B?", "answer": None}]
     dataset = load_prompts(write("some.jsonl", rows), unlabelled=True)
     assert dataset["solution"] == ["1", None]
-    assert load_prompts(write("none.jsonl", [{"problem": "A?"}]), unlabelled=True)["solution"] == [None]
+    games = load_prompts(write("none.jsonl", [{"problem": "A?", "secret": word} for word in "xy"]), unlabelled=True)
+    assert games["solution"] == [None, None] and len(set(games["prompt_id"])) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,6 +241,11 @@ def test_a_set_may_lack_gold_answers(write):
         ([{"problem": "", "answer": "1"}], {}, "no row has text in 'problem'"),
         ([{"problem": "A?", "options": ["1", "2"], "answer": "7"}], {}, "most gold answers in 'answer' name none"),
         ([{"problem": "A?", "options": "1 or 2", "answer": "1"}], {}, "options must be a list of at most 26 texts"),
+        (
+            [{"problem": "A?", "context": ["B", "C"], "answer": "1"}],
+            {},
+            "'context': a context must be text, got .*'B'",
+        ),
     ],
 )
 def test_tables_that_are_refused(rows, settings, message, write):
@@ -250,6 +257,7 @@ def test_tables_that_are_refused(rows, settings, message, write):
     ("reference", "content", "message"),
     [
         ("a/b?spilt=test", None, r"unknown settings \['spilt'\]"),
+        ("a/b?test", None, r"unknown settings \['test'\]"),
         ("", None, "There is no file or folder ''"),
         ("data/train.jsonl", None, "There is no file or folder 'data/train.jsonl'"),
         ("empty.jsonl", b"", "cannot be read|has no rows"),

@@ -69,6 +69,10 @@ UNCALLED = {"_generate_and_score_completions": lambda self, inputs: {}}
 def test_an_override_that_would_not_be_called_is_refused(tmp_path, cls):
     with pytest.raises(TypeError, match=r"`Zeroed._generate_and_score_completions` would never .*`_compute_loss`"):
         make(tmp_path, cls)
+    trainer = make(tmp_path)
+    trainer.get_train_dataloader = list
+    with pytest.raises(TypeError, match=r"`trainer.get_train_dataloader = …` would be ignored"):
+        trainer.train()
 
 
 class Backwards(LZEGRPOTrainer):

@@ -14,7 +14,7 @@ from launches import by_accelerate, on_two_cpus, run_to_end
 from lze_trl.app.views import evaluations
 from lze_trl.evaluation.run import read_samples
 from lze_trl.job.cli import main
-from lze_trl.job.parts import make_evaluation, make_instruction
+from lze_trl.job.parts import load_data, make_evaluation, make_evaluations, make_instruction
 from lze_trl.job.recipe import parse_recipe
 from lze_trl.job.train import run
 from lze_trl.record import open_run
@@ -42,19 +42,33 @@ def samples(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("rewards", "scored_by"),
+    ("rewards", "weights", "passes", "scored_by"),
     [
-        (["majority"], "accuracy_reward"),
-        (["recipes.self_play.MarkedMajority"], "accuracy_reward"),
-        ([], "accuracy_reward"),  # of an environment
-        (["tiny.of_a_class", "tiny.partly"], "even_length_reward"),
+        (["majority"], None, None, "accuracy_reward"),
+        (["recipes.self_play.MarkedMajority"], None, None, "accuracy_reward"),
+        ([], None, None, "accuracy_reward"),  # of an environment
+        (["tiny.of_a_class", "tiny.partly"], None, "even_length_reward", "even_length_reward"),
+        (["tiny.of_a_class", "tiny.partly"], [0.1, 1.0], None, "even_length_reward"),
+        (["soft_overlong", "tiny.partly"], None, None, "even_length_reward"),
+        (["tiny.partly", "exact_match"], [1.0, 0.5], None, "exact_match_reward"),
     ],
 )
-def test_the_reward_of_the_recipe_scores_unless_it_judges_groups(job, monkeypatch, rewards, scored_by):
+def test_the_reward_of_right_answers_scores(job, monkeypatch, rewards, weights, passes, scored_by):
     monkeypatch.setattr(tiny, "partly", partial(tiny.even_length_reward), raising=False)
     monkeypatch.setattr(tiny, "of_a_class", Mock(spec=["__call__"]), raising=False)
-    script_args, args, _ = parse_recipe(["--config", job(reward_funcs=rewards, pass_reward=scored_by)])
+    path = job(reward_funcs=rewards, reward_weights=weights, pass_reward=passes)
+    script_args, args, _ = parse_recipe(["--config", path])
     assert make_evaluation(script_args, args, script_args.eval_tasks).settings["reward"] == scored_by
+
+
+def test_files_are_read_by_the_columns_of_the_recipe_and_none_is_trained_on(job, tmp_path, caplog):
+    (tmp_path / "own.jsonl").write_text('{"prompt": "5+5", "answer": "old", "verified": 10}\n')
+    own = [str(tmp_path / "own.jsonl")]
+    path = job(datasets=own, eval_tasks=own, dataset_answer_column="verified", conversational=False)
+    script_args, args, _ = parse_recipe(["--config", path])
+    tasks, _ = make_evaluations(script_args, args, load_data(script_args, args)[0])
+    assert [problem.gold for problem in tasks.tasks["own"]] == ["10"]
+    assert "1 of the 1 problems of `eval_tasks` are trained on as well, such as '5+5'" in caplog.text
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 5])

@@ -1,14 +1,19 @@
 """Problems of reasoning-gym: as data, as a reward, in an evaluation."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 
 
 pytest.importorskip("reasoning_gym")
 
 from reasoning_gym.factory import DATASETS
 
+import recipes
 from lze_trl.data import DataError, load_prompts
 from lze_trl.data.gym import load_gym
+from lze_trl.data.sources import GYM
 from lze_trl.evaluation.run import score
 from lze_trl.evaluation.settings import Decoding
 from lze_trl.evaluation.tasks import find_tasks, load_problems
@@ -31,6 +36,17 @@ def test_a_recorded_entry_scores_as_the_packages_own(task):
         expected = [float(own.score_answer(answer, entry)) for answer, entry in zip(answers, own, strict=True)]
         assert reasoning_gym_reward(answers, recorded["reasoning_gym"]) == expected
     assert recorded["problem"] == [entry["question"] for entry in own]
+
+
+def test_recipes_train_on_no_problem_that_they_evaluate():
+    paths = [path for path in recipes.__path__ for path in Path(path).rglob("*.yaml") if GYM in path.read_text()]
+    for keys in (yaml.safe_load(path.read_text()) for path in paths):
+        held_out = keys.get("eval_tasks") or keys["eval_datasets"]
+        trained, evaluated = (
+            {p for name in names for p in load_gym(name)["problem"]} for names in (keys["datasets"], held_out)
+        )
+        assert trained.isdisjoint(evaluated), keys["output_dir"]
+    assert len(paths) == 3
 
 
 def test_a_task_without_gold_answers_is_read():

@@ -340,6 +340,23 @@ def test_after_an_interruption_the_next_training_begins_with_a_batch_of_its_own(
     assert not like_trl or distance(ours, run(GRPOTrainer)) < 1e-5
 
 
+def computed_twice(trainer_class):
+    def compute_loss(self, *args, **kwargs):
+        super(twice, self).compute_loss(*args, **kwargs)
+        return super(twice, self).compute_loss(*args, **kwargs)
+
+    twice = type("Twice", (trainer_class,), {"compute_loss": compute_loss})
+    return twice
+
+
+def test_a_class_of_the_user_may_compute_its_loss_twice(tmp_path, caplog):
+    settings = {"loss_type": "bnpo"} | shape("accumulated")
+    ours = train(computed_twice(LZEGRPOTrainer), tmp_path / "ours", strategy="exact", **settings)
+    theirs = train(computed_twice(GRPOTrainer), tmp_path / "theirs", **settings)
+    assert distance(ours, theirs) < 1e-5 < moved(ours)
+    assert "`Twice.compute_loss` sees the rows that are trained on" in caplog.text
+
+
 def test_the_same_trainer_goes_on_from_a_checkpoint(tmp_path):
     settings = shape("two optimizer steps a batch") | {"max_steps": 8, "save_strategy": "steps", "save_steps": 1}
     whole = train(LZEGRPOTrainer, tmp_path / "whole", save_total_limit=None, **settings)

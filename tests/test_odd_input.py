@@ -36,6 +36,8 @@ FILES = {
     "no.yaml": b"eval_strategy: no\n",
     "profile/manifest.json": b'{"format": "lze_trl profile"}',
     "env.yaml": b"env: 3\n",
+    "quote.yaml": b'seed: 1\nhub_token: "canary\n',
+    "token.yaml": b"hub_token: [canary]\n",
     "open.yaml": b"seed: [",
     "empty.jsonl": b"",
     "binary.jsonl": bytes(range(256)),
@@ -59,10 +61,12 @@ CASES = [
     *(
         (f"train {name}", f"`{name}`")
         for name in FILES
-        if name.endswith(".yaml") and name not in ("unknown.yaml", "env.yaml", "dash.yaml", "no.yaml")
+        if name.endswith(".yaml") and name not in ("unknown.yaml", "env.yaml", "dash.yaml", "no.yaml", "token.yaml")
     ),
     ("train unknown.yaml", "`sead`. Did you mean `seed`"),
     ("train env.yaml", "`env`"),
+    ("train token.yaml", "`hub_token` must be"),
+    ("train quote.yaml", "line 3: found unexpected end"),
     ("train double.yaml", "`seed` is given twice"),
     ("train good.yaml --nope", "`nope`"),
     ("train good.yaml extra", "`extra`"),
@@ -210,15 +214,8 @@ def test_one_line_says_what_is_wrong(folder, monkeypatch, capsys, words, named):
     ],
 )
 def test_a_real_command_ends_with_a_status_and_words(folder, words, status, named):
-    done = subprocess.run(
-        [sys.executable, "-m", "lze_trl.job.cli", *words.split()],
-        cwd=folder,
-        env=os.environ | PACKAGE,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command, own = [sys.executable, "-m", "lze_trl.job.cli", *words.split()], os.environ | PACKAGE
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=200)
     assert done.returncode == status and named in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
@@ -227,9 +224,7 @@ def test_a_terminal_of_ascii_shows_what_it_can(folder):
     encoding = {"PYTHONIOENCODING": "ascii", "LANG": "C", "LC_ALL": "C", **PACKAGE}
     for words in ("data --help", "forecast runs/good", "train good.yaml --telemetry true", "report runs/good"):
         command = [sys.executable, "-m", "lze_trl.job.cli", *words.split()]
-        done = subprocess.run(
-            command, cwd=folder, env=os.environ | encoding, capture_output=True, timeout=300, check=False
-        )
+        done = subprocess.run(command, cwd=folder, env=os.environ | encoding, capture_output=True, timeout=300)
         assert done.returncode == 0 and b"Error" not in done.stderr, done.stderr[-3000:]
         done.stdout.decode("ascii")
 

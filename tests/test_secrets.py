@@ -89,16 +89,9 @@ def texts_below(folder: Path) -> dict[str, str]:
 def test_no_secret_is_left_anywhere_and_nothing_private_is_pushed(tmp_path, server):  # noqa: F811
     (tmp_path / "job.py").write_text(RUN)
     work = tmp_path / "work"
-    environment = {
-        "HF_ENDPOINT": server.endpoint,
-        "HF_HOME": str(tmp_path / "cache"),
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(work),
-        "TRACKIO_DIR": str(work / "trackio"),
-        "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
-    }
+    environment = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "WANDB_MODE": "offline", "WANDB_DIR": str(work)}
+    environment |= {"TRACKIO_DIR": str(work / "trackio"), "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
     work.mkdir()
     (tmp_path / "secrets.json").write_text(json.dumps(SECRETS))
     job = [sys.executable, tmp_path / "job.py", work, tmp_path / "secrets.json", PRIVATE, server.folder]

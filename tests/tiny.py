@@ -37,20 +37,10 @@ def tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
 def model(seed: int = 0, tied: bool = False, layers: int = 1) -> Qwen2ForCausalLM:
     """A Qwen2 model of about 10,000 weights."""
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer()),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
-    return Qwen2ForCausalLM(config)
+    ids = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"num_hidden_layers": layers, "max_position_embeddings": 64}
+    return Qwen2ForCausalLM(Qwen2Config(tie_word_embeddings=tied, **ids, **sizes))
 
 
 def reward_model() -> Qwen2ForSequenceClassification:
@@ -112,30 +102,14 @@ def even_length_reward(completions, **kwargs):
 
 
 # Of trainings and recipes: P = 3 prompts, G = 4 generations, up to C = 5 completion tokens
-COMMON = {
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "per_device_train_batch_size": 12,
-    "num_generations": 4,
-    "max_completion_length": 5,
-    "seed": 7,
-}
+COMMON = {"per_device_train_batch_size": 12, "num_generations": 4, "max_completion_length": 5, "seed": 7}
+COMMON |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
 
 
 def config(output_dir, **kwargs) -> LZEGRPOConfig:
     """Settings of 3 steps by the published method."""
-    defaults = {
-        "strategy": "lze",
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "telemetry": False,
-        "summary": False,
-    }
+    defaults = {"strategy": "lze", "max_steps": 3, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no"}
+    defaults |= {"disable_tqdm": True, "telemetry": False, "summary": False}
     return LZEGRPOConfig(output_dir=str(output_dir), **(COMMON | defaults | kwargs))
 
 

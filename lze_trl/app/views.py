@@ -233,9 +233,7 @@ def version(run: Run) -> tuple:
 
 def differences(runs: dict[str, Run]) -> Markup:
     """Say where runs reached the same score, and tabulate their numbers at the end and the settings that differ."""
-    told = (
-        "Choose two runs or more that are judged by the same reward, to see what the same score has cost each of them."
-    )
+    told = "Choose two runs or more that are judged by the same reward, to see what the same score has cost each."
     if (found := curves.reached(runs)) is not None:
         name, level, places = found
         costs = (f"by {id} after {number(tokens)} tokens (step {step:,})" for id, (step, tokens) in places.items())
@@ -352,8 +350,8 @@ def short_text(row: dict[str, Any]) -> str:
     text = " ".join(row["text"].split())
     text = text if len(text) <= _SHORT else f"{text[: _SHORT // 2]} … {text[-_SHORT // 2 :]}"
     columns = json.loads(row["columns"]) if isinstance(row.get("columns"), str) else {}
-    answer = next((str(columns[name]) for name in _ANSWERS if columns.get(name) is not None), "")
-    return f"{text} → {answer}" if 0 < len(answer) <= _SHORT // 4 else text
+    answers = [str(columns[name]) for name in _ANSWERS if columns.get(name) is not None]
+    return " → ".join([text, *[answer for answer in answers if 0 < len(answer) <= _SHORT // 4][:1]])
 
 
 def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "", search: str = "") -> Markup:

@@ -47,6 +47,12 @@ class Columns:
         known = [found for name in KNOWN["context_columns"] if (found := self._column_named(name))]
         wanted = given["context_columns"]
         self.contexts = known if wanted is None else [self._check(name, "context_columns") for name in wanted]
+        for name in self.contexts:
+            if isinstance(value := value_at(self._rows_with(name)[0], name), (dict, list)):
+                told = f"{source!r}, column {name!r}: a context must be text, got {str(value)[:80]!r}."
+                raise DataError(
+                    f"{told} {advice('context_columns')} `{name}.inner` reaches into it; `[]` is for none."
+                )
         self._rows_with_answer = self._rows_with(self.answer) if self.answer else []
         texts = [self._answer_text(row) for row in self._rows_with_answer]
         # If most of them box or mark an answer, they are worked solutions, and one without a box has no answer
@@ -76,10 +82,8 @@ class Columns:
         given = value_at(row, self.prompt)
         messages = [{"role": "user", "content": given}] if isinstance(given, str) else [] if given is None else given
         if not are_messages(messages):
-            raise DataError(
-                f"{self.source!r}, column {self.prompt!r}, row {index} (from 0) holds {repr(given)[:200]}. {PROMPTS} Mend the row, or name "
-                "another column with `prompt_column` (in a recipe, `dataset_prompt_column`)."
-            )
+            told = f"{self.source!r}, column {self.prompt!r}, row {index} (from 0) holds {repr(given)[:200]}."
+            raise DataError(f"{told} {PROMPTS} Mend the row, or name another. {advice('prompt_column')}")
         plain = [
             {"role": message["role"], "content": content_text(message["content"])}
             | {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
@@ -126,10 +130,8 @@ class Columns:
         elif value and all(isinstance(option, dict) and "label" in option for option in value):
             labels = [option["label"] for option in value]
         if isinstance(value, str) or len(value) > len(ascii_uppercase):
-            raise DataError(
-                f"{self.source!r}, column {self.options!r}: options must be a list of at most {len(ascii_uppercase)} texts, got "
-                f"{str(value)[:80]!r}. {advice('option_column')}"
-            )
+            told = f"options must be a list of at most {len(ascii_uppercase)} texts, got {str(value)[:80]!r}."
+            raise DataError(f"{self.source!r}, column {self.options!r}: {told} {advice('option_column')}")
         texts = [str(option["text"] if isinstance(option, dict) else option) for option in value]
         return [str(label) for label in labels or ascii_uppercase[: len(texts)]], texts
 
@@ -145,10 +147,8 @@ class Columns:
         }
         best = max(hits, key=lambda reading: hits[reading])
         if 2 * hits[best] < len(golds):
-            raise DataError(
-                f"{self.source!r} lists options in {self.options!r}, and most gold answers in {self.answer!r} name none of them, "
-                f"such as {golds[0][0]!r} for {golds[0][3]}. {advice('answer_column')}"
-            )
+            told = f"{self.source!r} lists options in {self.options!r}, and most gold answers in {self.answer!r} name none of them,"
+            raise DataError(f"{told} such as {golds[0][0]!r} for {golds[0][3]}. {advice('answer_column')}")
         return best
 
     def _find(self, setting: str, given: Mapping[str, Any], further: tuple[str, ...] = (), needed: bool = True) -> Any:
@@ -159,10 +159,8 @@ class Columns:
         found = next((found for name in names if (found := self._column_named(name))), None)
         if found is None and needed:
             what = {"prompt_column": "problem", "answer_column": "gold answer"}[setting]
-            raise DataError(
-                f"{self.source!r} has no column for the {what}: wanted one of {', '.join(names)} with something in it, found "
-                f"{self._column_names()}. {advice(setting)}"
-            )
+            told = f"{self.source!r} has no column for the {what}: wanted one of {', '.join(names)}"
+            raise DataError(f"{told} with something in it, found {self._column_names()}. {advice(setting)}")
         return found
 
     def _column_named(self, name: str) -> str | None:

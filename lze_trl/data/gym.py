@@ -16,11 +16,12 @@ def load_gym(reference: str) -> Dataset:
     Make the problems of a task, with the columns `problem`, `answer`, `difficulty` (JSON) and the entry that its verifier reads (JSON).
 
     The reference names the task and fields of its configuration, as in `reasoning_gym:chain_sum?size=500&seed=1&min_terms=2`. `size`
-    defaults to 1,000 and `seed` to 0. Raises [`DataError`] if the package, the task or a field is not there, or a value is wrong.
+    defaults to 1,000 and `seed` to 0. A task draws its problem i from `seed` + i, so seeds of sets that share no problem are at least
+    `size` apart. Raises [`DataError`] if the package, the task or a field is not there, or a value is wrong.
     """
     task, _, query = reference.removeprefix(GYM).partition("?")
     fields: dict[str, Any] = {"size": 1000, "seed": 0}
-    fields |= {name: yaml.safe_load(value) for name, value in parse_qsl(query)}
+    fields |= {name: yaml.safe_load(value) for name, value in parse_qsl(query, keep_blank_values=True)}
     try:
         dataset, config = find_task(task)
         return Dataset.from_list([_row(task, entry) for entry in dataset(config(**fields))])

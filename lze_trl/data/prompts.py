@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_MESSAGES = List({"role": Value("string"), "content": Value("string")})
 _MESSAGES = List(Json())  # some have further fields, such as `tool_calls`
-_OWN_COLUMNS = ("prompt", "solution", "prompt_id", "source")
+_OWN_COLUMNS = ("prompt", "solution", "prompt_id", "source", "prompts", "completions")  # the last two are TRL's
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,8 @@ class PromptStyle:
 
     def __post_init__(self):
         if self.system_prompt is not None and not self.conversational:
-            raise DataError(
-                f"`system_prompt={self.system_prompt!r}` needs a chat: plain-text prompts have no roles. Leave it unset, or write the "
-                "text into the prompts."
-            )
+            told = f"`system_prompt={self.system_prompt!r}` needs a chat: plain-text prompts have no roles."
+            raise DataError(f"{told} Leave it unset, or write the text into the prompts.")
 
     def around(self, problem: str) -> Any:
         """Write the prompt for a bare problem."""
@@ -45,9 +43,8 @@ class PromptStyle:
         last = {**messages[-1], "content": content if content.endswith(suffix) else content + suffix}
         if not self.conversational:
             if len(messages) > 1:
-                raise DataError(
-                    f"{source!r} has prompts of {len(messages)} messages, which are not one plain text. Use `conversational=True`."
-                )
+                told = f"{source!r} has prompts of {len(messages)} messages, which are not one plain text."
+                raise DataError(f"{told} Use `conversational=True`.")
             return last["content"]
         if self.system_prompt is None:
             return [*messages[:-1], last]
@@ -92,7 +89,7 @@ def load_prompts(
 
     Returns:
         `Dataset`: With columns `prompt`, `solution` (gold answer, text or null), `prompt_id`, `source`, and the dataset's other
-        columns of text, numbers and images.
+        columns.
 
     Raises:
         DataError: The dataset cannot be found, reached, read or recognised; the message says what to do.
@@ -121,30 +118,33 @@ def load_prompts(
 
 def load_mixture(references: list[str], **kwargs) -> Dataset:
     """
-    Load several sets by [`load_prompts`], one after the other; the column `source` says where each row is from. A column that has
-    different types becomes text.
+    Load several sets by [`load_prompts`], one after the other; the column `source` says where each row is from. A column of texts and
+    numbers becomes text; one that has other types in another set is left out.
     """
     tables = [load_prompts(reference, **kwargs) for reference in references]
     if len(tables) == 1:
         return tables[0]
     features: dict[str, Any] = {}
+    unlike: set[str] = set()
     for table in tables:
         for name, feature in table.features.items():
-            common = _MESSAGES if name == "prompt" else Value("string")
-            features[name] = feature if features.get(name, feature) == feature else common
-    alike = [table.cast(Features({name: features[name] for name in table.features})) for table in tables]
+            if (other := features.setdefault(name, feature)) != feature:
+                features[name] = _MESSAGES if name == "prompt" else Value("string")
+                is_simple = name == "prompt" or {type(other), type(feature)} == {Value}
+                unlike |= set() if is_simple else {name}
+    if unlike:
+        logger.warning("The columns %s are left out: their types differ between the sets.", sorted(unlike))
+    kept = [{name: features[name] for name in table.features if name not in unlike} for table in tables]
+    alike = [table.select_columns([*own]).cast(Features(own)) for table, own in zip(tables, kept, strict=True)]
     return concatenate_datasets(alike)
 
 
 def _converted(table: Dataset, features: Features, columns: Columns, style: PromptStyle) -> Dataset:
     """Convert a table into prompts with gold answers. `features` are the types of its columns before they were stored as bytes."""
-    kept = [
-        name
-        for name, feature in features.items()
-        if isinstance(feature, (Value, Image)) or name == "images"
-        if name not in (columns.prompt, columns.answer, *_OWN_COLUMNS)
-    ]
-    images = [name for name in kept if not isinstance(features[name], Value)]  # the same question may be asked of many
+    kept = [name for name in features if name not in (columns.prompt, *_OWN_COLUMNS)]
+    images = [name for name in kept if name == "images" or isinstance(features[name], Image)]
+    # The same question may be asked of many images; without gold answers, any column may say what is right
+    further = images if columns.answer else kept
     text = Value("string")
     messages = _PLAIN_MESSAGES if columns.are_plain else _MESSAGES
     result: dict[str, Any] = {"prompt": messages if style.conversational else text, "solution": text}
@@ -154,7 +154,7 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
         prompt, gold = style.write(problem, columns.source), columns.gold(row)
         made = {"prompt": prompt, "solution": gold, "prompt_id": row.get("prompt_id"), "source": columns.source}
         identifying = {name: made[name] for name in ("prompt", "solution", "prompt_id")}
-        made["prompt_id"] = id_of(identifying | {name: row[name] for name in images}, "solution")
+        made["prompt_id"] = id_of(identifying | {name: row[name] for name in further}, "solution")
         return made | {name: row[name] for name in kept}
 
     def batch_of(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -174,12 +174,8 @@ def _converted(table: Dataset, features: Features, columns: Columns, style: Prom
     )
     made.info.description = columns.describe()
     if count := sum(gold is not None and is_placeholder(gold) for gold in made["solution"]):
-        logger.warning(
-            "%r: %d gold answers only stand where one should be, such as 'see figure': no completion can equal them. Leave such rows "
-            "out; `lze-trl data` lists them.",
-            columns.source,
-            count,
-        )
+        told = f"{columns.source!r}: {count} gold answers only stand where one should be, such as 'see figure'"
+        logger.warning("%s: no completion can equal them. Leave such rows out; `lze-trl data` lists them.", told)
     if len(made) < len(table):
         if not len(made):
             raise DataError(f"{columns.source!r}: no row has text in {columns.prompt!r}. {advice('prompt_column')}")

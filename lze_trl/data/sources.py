@@ -55,8 +55,8 @@ def parse_reference(text: str) -> Reference:
     if text.startswith(GYM):
         return Reference(text, is_local=True)
     body, _, query = text.strip().partition("?")
-    given = dict(parse_qsl(query.replace("+", "%2B")))  # `train+test` is a split
-    known = ("config", "split", "revision")
+    parts = parse_qsl(query.replace("+", "%2B"), keep_blank_values=True)  # `train+test` is a split
+    given, known = dict(parts), ("config", "split", "revision")
     if unknown := set(given) - set(known):
         raise DataError(f"Dataset reference {text!r} has unknown settings {sorted(unknown)}. Known are {[*known]}.")
     is_page = "://" in body and format_of(body) is None
@@ -65,10 +65,8 @@ def parse_reference(text: str) -> Reference:
     if path and local.exists():
         path, is_local = str(local), True
     elif not is_local and (not path or format_of(path) or path.startswith((".", "/", "~"))):
-        raise DataError(
-            f"There is no file or folder {path!r}. Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl, "
-            ".json, .parquet or .csv file (.gz as well) or of a folder, or `reasoning_gym:TASK`."
-        )
+        told = f"There is no file or folder {path!r}. Use a Hub id (org/name), which `?config=…&split=…` may follow, the path of a .jsonl,"
+        raise DataError(f"{told} .json, .parquet or .csv file (.gz as well) or of a folder, or `reasoning_gym:TASK`.")
     return Reference(path, is_local, **given)
 
 

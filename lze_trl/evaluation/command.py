@@ -75,10 +75,8 @@ def folder_of(model: str) -> Path:
 def check_comparable(folder: Path, evaluation: Evaluation):
     """Raise an [`EvaluationError`] unless a folder holds an evaluation decoded and scored in the same way. Seeds may differ."""
     if not (folder / FILE).is_file():
-        told = (
-            f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model first,"
-        )
-        raise EvaluationError(f"{told} with the same flags, and give the folder that the command names.")
+        told = f"`--compare` takes the folder of an evaluation, and `{folder}` has no {FILE}. Evaluate that model"
+        raise EvaluationError(f"{told} first, with the same flags, and give the folder that the command names.")
     results = read_file(folder / FILE)
     if not results:
         raise EvaluationError(f"`{folder / FILE}` holds no results of an evaluation. Evaluate that model anew.")
@@ -89,10 +87,8 @@ def check_comparable(folder: Path, evaluation: Evaluation):
     changed = [name for name in now if name not in ("seed", "decoding") and there.get(name) != now[name]]
     if changed:
         differences = "; ".join(f"{name}: {there.get(name)!r} there, {now[name]!r} now" for name in changed)
-        told = (
-            f"`{folder}` cannot be compared with: its samples were decoded or scored in another way ({differences})."
-        )
-        raise EvaluationError(f"{told} Give the same flags, or evaluate that model anew.")
+        told = f"`{folder}` cannot be compared with: its samples were decoded or scored in another way"
+        raise EvaluationError(f"{told} ({differences}). Give the same flags, or evaluate that model anew.")
 
 
 def _comparison(folder: Path, other: Path, tasks: Iterable[str]) -> str:

@@ -91,9 +91,8 @@ class TransformersEngine:
             )
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         except (OSError, ValueError, AttributeError, TypeError) as error:  # the last two for a wrong `dtype`
-            raise EvaluationError(
-                f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer, or a Hub id."
-            ) from error
+            told = f"The model {model!r} cannot be loaded: {error} Give the folder of a checkpoint with its tokenizer,"
+            raise EvaluationError(f"{told} or a Hub id.") from error
         return cls(loaded.eval(), tokenizer, batch_size, model.rstrip("/"))
 
     def generate(self, requests: Iterable[SampleRequest], decoding: Decoding) -> Iterator[Answered]:

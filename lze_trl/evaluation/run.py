@@ -54,9 +54,8 @@ class Evaluation:
 
     def __post_init__(self):
         if self.samples > 1 and self.decoding.temperature == 0:
-            raise EvaluationError(
-                f"{self.samples} samples at temperature 0 are all the same. Set `--temperature`, or `--samples 1`."
-            )
+            told = f"{self.samples} samples at temperature 0 are all the same."
+            raise EvaluationError(f"{told} Set `--temperature`, or `--samples 1`.")
 
     @property
     def settings(self) -> dict[str, Any]:

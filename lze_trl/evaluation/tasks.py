@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from ..data import DataError, load_prompts
-from ..data.sources import FILE_SUFFIXES, format_of
+from ..data.sources import FILE_SUFFIXES, GYM, format_of
 from ..names import near
 from .settings import Decoding, EvaluationError
 
@@ -29,7 +29,7 @@ class Task:
     name: str
     address: str  # on the Hub, of reasoning-gym, or path of a file
     kind: str = "mixed"  # a key of `SUFFIXES`
-    answer_column: str | None = None  # if it is not recognised
+    columns: Mapping[str, Any] = field(default_factory=dict)  # those that are not recognised, see `load_prompts`
 
 
 TASKS = {
@@ -43,9 +43,9 @@ TASKS = {
         Task("amc23", "math-ai/amc23?split=test", "math"),
         Task("svamp", "ChilleD/SVAMP?split=train+test", "math"),  # its 1,000 problems
         Task("asdiv", "EleutherAI/asdiv?split=validation", "math"),
-        Task("mawps", "MU-NLPC/Calc-mawps?split=test", "math", "result"),
+        Task("mawps", "MU-NLPC/Calc-mawps?split=test", "math", {"answer_column": "result"}),
         Task("minerva", "math-ai/minervamath?split=test", "math"),
-        Task("olympiadbench", "math-ai/olympiadbench?split=test", "math", "final_answer"),
+        Task("olympiadbench", "math-ai/olympiadbench?split=test", "math", {"answer_column": "final_answer"}),
         Task("college_math", "realtreetune/college_math?split=test", "math"),
         Task("mmlu_pro", "TIGER-Lab/MMLU-Pro?split=test", "choice"),
         Task("tabmwp", "Arietem/tabmwp?split=train"),
@@ -63,16 +63,16 @@ class Problem:
     columns: Mapping[str, Any] = field(default_factory=dict)  # the other columns of its row, which rewards may read
 
 
-def find_tasks(names: Iterable[str]) -> list[Task]:
-    """Return tasks by name, or by the address of a dataset, as [`~lze_trl.data.load_prompts`] takes it."""
-    tasks = [TASKS[name] if name in TASKS else _task_of_address(name) for name in names]
+def find_tasks(names: Iterable[str], columns: Mapping[str, Any] | None = None) -> list[Task]:
+    """Return tasks by name, or by the address of a dataset, as [`~lze_trl.data.load_prompts`] takes it, which has these `columns`."""
+    tasks = [TASKS.get(name) or _task_of_address(name, columns or {}) for name in names]
     task_names = [task.name for task in tasks]
     if repeated := sorted({name for name in task_names if task_names.count(name) > 1}):
         raise EvaluationError(f"The tasks {repeated} are given twice. Name each once; files need different names.")
     return tasks
 
 
-def _task_of_address(address: str) -> Task:
+def _task_of_address(address: str, columns: Mapping[str, Any]) -> Task:
     """Make a task of a dataset, named by its file or folder and by the rows that the address asks for."""
     path = Path(address.partition("?")[0])
     if not path.suffix and not {"/", ":"} & set(address):
@@ -84,7 +84,7 @@ def _task_of_address(address: str) -> Task:
     query = [(key, value) for key, value in parse_qsl(address.partition("?")[2]) if value != "test"]
     settings = [value if key in ("config", "split") else f"{key}-{value}" for key, value in query]
     parts = [re.sub(r"\W+", "-", setting).strip("-") for setting in settings]
-    return Task("_".join([name, *parts]), address)
+    return Task("_".join([name, *parts]), address, columns={} if address.startswith(GYM) else columns)
 
 
 def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> list[Problem]:
@@ -95,7 +95,7 @@ def load_problems(task: Task, decoding: Decoding, limit: int | None = None) -> l
             system_prompt=decoding.system_prompt,
             prompt_suffix=SUFFIXES[task.kind] if decoding.prompt_suffix is None else decoding.prompt_suffix,
             conversational=decoding.chat,
-            answer_column=task.answer_column,
+            **task.columns,
         )
     except DataError as error:
         raise EvaluationError(f"Task {task.name!r}: {error}") from error

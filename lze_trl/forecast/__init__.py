@@ -104,10 +104,8 @@ def _percent(share: Interval) -> str:
 def forecast(sample: GroupSample, seed: int = 0) -> Forecast:
     """Forecast by a sample. Raises a `ValueError` if it has fewer than two groups of two completions."""
     if len(sample) < 2 or sample.size < 2:
-        raise ValueError(
-            f"A forecast needs two groups of two completions or more, got {len(sample)} groups, the smallest of {sample.size}. "
-            "Give more prompts."
-        )
+        told = f"got {len(sample)} groups, the smallest of {sample.size}. Give more prompts."
+        raise ValueError(f"A forecast needs two groups of two completions or more, {told}")
     rng, batch = np.random.default_rng(seed), sample.batch
     of_size = {size: dead_share(sample, size, rng) for size in sorted({*SIZES, sample.size})}
     accuracy, gain, best_of = to_gain(sample, 8, rng)

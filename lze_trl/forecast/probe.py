@@ -72,10 +72,8 @@ def refuse_processes(accelerator: Any, what: str):
     """Raise a `ValueError` unless there is one process, without DeepSpeed and FSDP."""
     kind, sharded = accelerator.distributed_type, (DistributedType.DEEPSPEED, DistributedType.FSDP)
     if accelerator.num_processes > 1 or kind in sharded:
-        raise ValueError(
-            f"A {what} needs one process without DeepSpeed or FSDP, and runs on one device. Got "
-            f"{accelerator.num_processes} of the type `{kind.value}`."
-        )
+        told = f"A {what} needs one process without DeepSpeed or FSDP, and runs on one device."
+        raise ValueError(f"{told} Got {accelerator.num_processes} of the type `{kind.value}`.")
 
 
 def _rows(view: Any, count: int) -> tuple[list[dict[str, Any]], int]:

@@ -114,9 +114,8 @@ def read_logs(folder: Path) -> pd.DataFrame:
         try:
             table = pq.read_table(path, partitioning=None)
         except (OSError, ValueError) as error:
-            raise TelemetryError(
-                f"`{path}` cannot be read: {error}. Remove the file to leave its step out."
-            ) from error
+            told = f"`{path}` cannot be read: {error}. Remove the file to leave its step out."
+            raise TelemetryError(told) from error
         if missing := [name for name in texts if len(table) and name not in table.column_names]:
             raise TelemetryError(f"`{path}` lacks the columns {missing}, so it is no completions log of TRL's GRPO.")
         if not len(table):

@@ -83,9 +83,10 @@ def read_recipe(path: str | Path, kind: str = "recipe") -> dict[str, Any]:
         recipes = [str(recipe) for root in (Path(), CHECKOUT) for recipe in (root / "recipes").rglob("*.yaml")]
         raise RecipeError(f"There is no recipe `{path}`.{near_names(str(path), recipes)}") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise RecipeError(
-            f"The {kind} `{path}` cannot be read: {error}. Give a text file of YAML, `key: value` in each line."
-        ) from error
+        mark = getattr(error, "problem_mark", None)  # its text quotes the line, which may hold a token
+        cause = f"line {mark.line + 1}: {vars(error)['problem']}" if mark else error
+        told = f"The {kind} `{path}` cannot be read: {cause}. Give a text file of YAML, `key: value` in each line."
+        raise RecipeError(told) from (None if mark else error)
     if not isinstance(content, dict):
         raise RecipeError(f"The {kind} `{path}` must be a YAML mapping of keys to values.")
     return content

@@ -1,6 +1,7 @@
 """Make the parts that a recipe names: data, rewards, evaluations, and what self-instruction begins with."""
 
 import json
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..evaluation.settings import Decoding
 from ..evaluation.tasks import find_tasks, load_problems
 from ..names import imported
 from ..prompt_checks import text_of
-from ..rewards import accuracy_reward, get_reward
+from ..rewards import REWARDS, accuracy_reward, get_reward
 from ..rollout.group_rewards import GroupReward
 from ..selfplay.online import Instruction
 from ..selfplay.writer import Seeds
@@ -22,18 +23,25 @@ from . import RecipeError
 from .recipe import LZEScriptArguments
 
 
+logger = logging.getLogger(__name__)
+
+
 def load_data(args: LZEScriptArguments, training_args: LZEGRPOConfig) -> tuple[Dataset, Dataset | None]:
     """Load the training set, and the evaluation set if the recipe names one."""
     if not args.datasets:
         raise RecipeError("`datasets` names no training set. Give a Hub id or a local file.")
     shared = {name: vars(args)[name] for name in ("system_prompt", "prompt_suffix", "conversational")}
-    columns = ("prompt_column", "answer_column", "context_columns", "option_column")
-    shared |= {name: vars(args)[f"dataset_{name}"] for name in columns}
+    shared |= _columns(args)
     with training_args.main_process_first(desc="datasets"):
         train = load_mixture(args.datasets, unlabelled=args.unlabelled, limit=args.max_train_samples, **shared)
         if not args.eval_datasets:
             return train, None
         return train, load_mixture(args.eval_datasets, limit=args.max_eval_samples, **shared)
+
+
+def _columns(args: LZEScriptArguments) -> dict[str, Any]:
+    names = ("prompt_column", "answer_column", "context_columns", "option_column")
+    return {name: vars(args)[f"dataset_{name}"] for name in names}
 
 
 def make_rewards(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> list[Any]:
@@ -56,32 +64,40 @@ def make_evaluation(
         prompt_suffix=script_args.prompt_suffix or "",  # the recipe's prompts, not the task's own
     )
     with args.main_process_first(desc="tasks"):
-        problems = {task.name: load_problems(task, decoding, limit) for task in find_tasks(tasks)}
+        found = find_tasks(tasks, _columns(script_args))
+        problems = {task.name: load_problems(task, decoding, limit) for task in found}
     rewards = make_rewards(script_args, args)
     votes = any(isinstance(reward, GroupReward) for reward in rewards)  # a vote says nothing of a completion alone
     named = [reward for reward in rewards if get_callable_name(reward) == args.pass_reward]
+    # One that judges answers comes first, one of length last, and before others the one that weighs most
+    names, weights = script_args.reward_funcs, args.reward_weights or [1.0] * len(rewards)
+    ranks = [
+        (name not in REWARDS, name == "soft_overlong", -weight) for name, weight in zip(names, weights, strict=False)
+    ]
+    named += [rewards[place] for place in sorted(range(len(ranks)), key=ranks.__getitem__)]
     # An environment may be all that rewards
-    by_accuracy = votes or not rewards or "accuracy" in script_args.reward_funcs
-    reward = accuracy_reward if by_accuracy else [*named, *rewards][0]
+    reward = accuracy_reward if votes or not named or "accuracy" in names else named[0]
     return Evaluation(problems, decoding, samples, reward)
 
 
 def make_evaluations(
     script_args: LZEScriptArguments, args: LZEGRPOConfig, dataset: Dataset
 ) -> tuple[Evaluation | None, Evaluation | None]:
-    """Make the evaluations of a training on a dataset: on tasks, and on a probe set, whose problems must not be in the dataset."""
+    """Make the evaluations of a training on a dataset: on tasks, and on a probe set. Problems of the dataset are refused in a probe."""
     tasks = probe = None
     if names := script_args.eval_tasks:
         tasks = make_evaluation(script_args, args, names, script_args.eval_tasks_samples, script_args.eval_tasks_limit)
     if script_args.probe_datasets:
         probe = make_evaluation(script_args, args, script_args.probe_datasets)
-        problems = [problem for found in probe.tasks.values() for problem in found]
-        shown = {json.dumps(prompt) for prompt in dataset["prompt"]}
+    shown = {json.dumps(prompt) for prompt in dataset["prompt"]} if tasks or probe else ()
+    for key, evaluation in (("eval_tasks", tasks), ("probe_datasets", probe)):
+        problems = [problem for found in (evaluation.tasks if evaluation else {}).values() for problem in found]
         if both := [problem for problem in problems if json.dumps(problem.prompt) in shown]:
-            raise RecipeError(
-                f"{len(both)} of the {len(problems)} problems of `probe_datasets` are trained on as well, such as "
-                f"{text_of(both[0].prompt)[:80]!r}. Remove them from one of the two."
-            )
+            told = f"{len(both)} of the {len(problems)} problems of `{key}` are trained on as well, such as "
+            told += f"{text_of(both[0].prompt)[:80]!r}. Remove them from one of the two."
+            if evaluation is probe:
+                raise RecipeError(told)
+            logger.warning(told)
     return tasks, probe
 
 
@@ -93,7 +109,8 @@ def make_instruction(script_args: LZEScriptArguments, args: LZEGRPOConfig) -> In
     plain: dict[str, Any] = {"conversational": True, "system_prompt": None, "prompt_suffix": None, "unlabelled": True}
     train, held_out = load_data(replace(script_args, **plain), args)
     references = [] if held_out is None else [prompt[-1]["content"] for prompt in held_out["prompt"]]
-    for task in [*find_tasks(script_args.eval_tasks), *find_tasks(script_args.probe_datasets)]:
+    columns = _columns(script_args)
+    for task in [*find_tasks(script_args.eval_tasks, columns), *find_tasks(script_args.probe_datasets, columns)]:
         problems: list[Any] = load_problems(task, Decoding(prompt_suffix=""))
         references += [problem.prompt[-1]["content"] for problem in problems]
     seeds = Seeds(tuple(prompt[-1]["content"] for prompt in train["prompt"]), tuple(dict.fromkeys(references)))

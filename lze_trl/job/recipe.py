@@ -36,7 +36,9 @@ class LZEScriptArguments:
     max_train_samples: int | None = _flag(None, "Number of prompts to read from each training set. Default: all.")
     eval_datasets: list[str] = _flag([], "Evaluation sets, held out from training.")
     max_eval_samples: int | None = _flag(None, "Number of prompts to read from each evaluation set. Default: all.")
-    eval_tasks: list[str] = _flag([], "Tasks of `lze-trl eval`, or .jsonl files, evaluated with the recipe's prompts.")
+    eval_tasks: list[str] = _flag(
+        [], "Tasks of `lze-trl eval`, or files, evaluated with the recipe's prompts and columns."
+    )
     eval_tasks_steps: int = _flag(100, "Steps between evaluations on `eval_tasks`; also before and after training.")
     eval_tasks_samples: int = _flag(1, "Samples a problem: 1 is greedy, several have the training's temperature.")
     eval_tasks_limit: int | None = _flag(None, "Number of problems of each task. Default: all.")

@@ -91,11 +91,9 @@ class PromptStream:
         rows = self._index.find(prompt_ids)
         missing = rows < 0
         if missing.any():
-            raise ValueError(
-                f"{missing.sum()} of {len(prompt_ids)} prompts are not in the training set, the first with id "
-                f"{prompt_ids[missing][0]}. Resume with the dataset that the run started with, or start a new run with "
-                "`state_from`."
-            )
+            told = f"{missing.sum()} of {len(prompt_ids)} prompts are not in the training set, the first with id"
+            told += f" {prompt_ids[missing][0]}. Resume with the dataset that the run started with, or start a new run"
+            raise ValueError(f"{told} with `state_from`.")
         return rows
 
     def take(self, count: int, taken: np.ndarray | None = None) -> np.ndarray:

@@ -75,10 +75,8 @@ def read(reward: GroupReward, columns: dict[str, Any]) -> list[Any]:
     """Call `reward.read`. A `ValueError` unless it returns one reading for each completion."""
     readings, count = list(reward.read(**columns)), len(columns["completions"])
     if len(readings) != count:
-        raise ValueError(
-            f"`{_name(reward)}.read` returned {len(readings)} readings for {count} completions. Return a list with "
-            "one for each."
-        )
+        told = f"`{_name(reward)}.read` returned {len(readings)} readings for {count} completions."
+        raise ValueError(f"{told} Return a list with one for each.")
     return readings
 
 

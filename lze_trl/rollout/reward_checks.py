@@ -165,10 +165,8 @@ def _checked_scores(returned: Any, name: str, given: dict[str, Any]) -> list[flo
         raise RewardError(f"The reward function '{name}' returned {_shown(returned)} instead of a list. {advice}")
     rewards = list(returned)
     if len(rewards) != len(given.get("completions", rewards)):
-        raise RewardError(
-            f"The reward function '{name}' returned {len(rewards)} rewards for {len(given['completions'])} completions. "
-            f"{advice}"
-        )
+        told = f"{len(rewards)} rewards for {len(given['completions'])} completions. {advice}"
+        raise RewardError(f"The reward function '{name}' returned {told}")
     for index, reward in enumerate(rewards):
         if reward is None:
             continue

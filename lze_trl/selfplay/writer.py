@@ -79,11 +79,9 @@ class Writer:
         self._shown = [text for text, reason in zip(texts, reasons, strict=True) if reason is None]
         dropped = Counter(reason for reason in reasons if reason is not None)
         if settings.own > settings.examples or len(self._shown) < settings.examples:
-            raise InstructError(
-                f"A request shows {settings.examples} problems, of which at most {settings.own} are the model's own, and "
-                f"{len(self._shown)} of {len(texts)} seeds can be shown ({in_words(dropped)}). Give more seeds, or lower `examples` or "
-                "`own` in `self_play`."
-            )
+            told = f"A request shows {settings.examples} problems, of which at most {settings.own} are the model's own, and"
+            told += f" {len(self._shown)} of {len(texts)} seeds can be shown ({in_words(dropped)})."
+            raise InstructError(f"{told} Give more seeds, or lower `examples` or `own` in `self_play`.")
         if dropped:
             message = "%d of %d seeds are not shown to the model: %s."
             logger.warning(message, dropped.total(), len(texts), in_words(dropped))
@@ -105,10 +103,9 @@ class Writer:
             written += admitted
             empty_rounds = 0 if admitted else empty_rounds + 1
             if empty_rounds == self.settings.max_rounds:
-                raise InstructError(
-                    f"{empty_rounds} rounds in a row gave no acceptable problem, after {len(written)} of {count}. Rejected so far: "
-                    f"{in_words(self.rejected)}. Use other seeds or a stronger model, or accept more (`overlap`, `majority_bounds`)."
-                )
+                told = f"{empty_rounds} rounds in a row gave no acceptable problem, after {len(written)} of {count}."
+                told += f" Rejected so far: {in_words(self.rejected)}. Use other seeds or a stronger model,"
+                raise InstructError(f"{told} or accept more (`overlap`, `majority_bounds`).")
         return written
 
     def round(self, own: Sequence[str], ask: Ask | None) -> list[NewProblem]:

@@ -34,15 +34,10 @@ def run(directory: Path, name: str, settings: dict):
     trainer.generation_step.selector = RecordingSelector(trainer.generation_step.selector)
     trainer.train()
     ledger = trainer.ledger
-    result = {
-        "choices": trainer.generation_step.selector.choices,
-        "differences": recorder.differences,
-        "pass_rates": tiny.history(trainer, "lze/pass_rate"),
-        "trained": ledger.rows_trained / ledger.rows_rolled_out,
-        "pruned": ledger.visits_skipped,
-        "steps": trainer.state.global_step,
-        "empty": ledger.empty_updates,
-    }
+    result = {"choices": trainer.generation_step.selector.choices, "differences": recorder.differences}
+    result |= {"pass_rates": tiny.history(trainer, "lze/pass_rate"), "steps": trainer.state.global_step}
+    result |= {"pruned": ledger.visits_skipped, "empty": ledger.empty_updates}
+    result["trained"] = ledger.rows_trained / ledger.rows_rolled_out
     leave(directory, name, trainer, result)
 
 
