@@ -41,9 +41,14 @@ GENERATION = 0.25  # of plain GRPO's FLOPs: 2 a weight and token of 8
 _PROMPTS, _SIZE, _HORIZON = 512, 8, Horizon(prompts=2048, per_batch=32, batches=60)
 _SIMULATIONS = 4  # of the gate
 _MEANS = (0.5, 0.1)  # of pass rates
-SHOWN = {"exact": "exact", "gate_default": "gate", "gate": "basic gate (window: 1, hold: nothing)"}
+SHOWN = {
+    "exact": "exact",
+    "gate_default": "gate, without servers",
+    "gate_default_alone": "gate, by the rule with vLLM servers",
+    "gate": "basic gate (window: 1, hold: nothing)",
+}
 """Strategies of the picture, with what it calls them; the table has all."""
-_COLOURS = {"exact": "#c2410c", "gate_default": "#1d4ed8", "gate": "#0f9f8f"}
+_COLOURS = {"exact": "#c2410c", "gate_default": "#1d4ed8", "gate_default_alone": "#9333ea", "gate": "#0f9f8f"}
 
 
 @dataclass(frozen=True)
@@ -77,17 +82,18 @@ def points(results: Path) -> list[Point]:
         first = json.loads(file.read_text(encoding="utf-8").partition("\n")[0])
         if "settings" not in first or file.parent.name == "profiled":
             continue  # of another measurement, or of tasks that have folders of their own
-        for section in sort_results(read_results(file.parent))[0]:
+        sections = sort_results(read_results(file.parent))[0]
+        for section in sections:
             curves = section.curves()
             for strategy in (name for name, own in STRATEGIES.items() if not own.trl and name not in CONTROLS):
                 for pair in pairs(curves, strategy, BASELINE):
                     dead, own = dead_share(pair[1], curves), matched([pair], "steps")
                     if not math.isnan(dead):
                         costs = {name: own.ratios[name].mean for name in COSTS}
-                        run = pair[0]
-                        found.append(
-                            Point(file.parent.name, strategy, run.seed, run.shape, dead, gain=own.gain.mean, **costs)
-                        )
+                        run, kept = pair[0], file.parent.name
+                        if len(sections) > 1:
+                            kept += f": {section.task}, {pair[1].costs['steps'][-1]:.0f} steps"
+                        found.append(Point(kept, strategy, run.seed, run.shape, dead, gain=own.gain.mean, **costs))
     return found
 
 
@@ -137,7 +143,7 @@ def draw(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[str,
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2)
     for place, (axis, (cost, label)) in enumerate(zip(axes, COSTS.items(), strict=True)):
-        for (strategy, name), mark in zip(SHOWN.items(), "osD", strict=True):
+        for (strategy, name), mark in zip(SHOWN.items(), "os^D", strict=True):
             own = [point for point in found if point.strategy == strategy and point.shape[1] == _SIZE]
             for kept in dict.fromkeys(point.kept for point in own):
                 costs = [getattr(point, cost) for point in own if point.kept == kept]
@@ -181,7 +187,7 @@ def report(found: Sequence[Point], curves: dict[float, list[tuple[float, dict[st
             "Each kept run, after as many steps as plain GRPO of the same seed: costs relative to it, against the share of dead groups of its run (of `exact`, which makes the same "
             "steps, where the run did not count them). Means, with the range over the seeds. Lines: the model of `lze-trl forecast`, for pass rates from a Beta distribution with "
             f"the mean that is given, groups of {_SIZE}, {_HORIZON.per_batch} prompts a step, about one pass, without log-probabilities. Where shares of dead groups change during a run, the line is for their mean. "
-            "The picture has `exact` and the gate, in groups of eight, a point for each folder of runs with the range over its seeds; the table has all.",
+            "The picture has `exact` and the gate, in groups of eight, a point for each task and number of steps in a folder of runs with the range over its seeds; the table has all.",
             "![Cost after as many steps, by the share of dead groups](where.png)",
             table(
                 ["kept runs", "strategy", "prompts × completions", "seeds", "dead", *COSTS.values(), "points"], rows
