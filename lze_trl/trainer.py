@@ -161,9 +161,6 @@ class LZEGRPOTrainer(GRPOTrainer):
             told += " in steps of its own. Override `_generate` to change completions, `_calculate_rewards` to change rewards, or"
             told += " `_compute_loss` to change advantages and other tensors (`inputs`) of the rows that are trained on; or"
             raise TypeError(f"{told} use `trl.GRPOTrainer`.")
-        if args.strategy != "grpo" and (loss := _override(type(self), "compute_loss")):
-            told = "`%s` sees the rows that are trained on, and its loss weighs what they weigh: a term of your own counts less"
-            logger.warning(f'{told} than in TRL. `strategy="grpo"` computes it as TRL does.', loss)
         funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._own_order = _override(type(self), *_ORDER)
         kwargs |= zip([*inspect.signature(GRPOTrainer).parameters][4:], positional, strict=False)
@@ -171,6 +168,9 @@ class LZEGRPOTrainer(GRPOTrainer):
         train_dataset, controller, self.resolved = checks.prepare(
             args, train_dataset, funcs, given, planner, controller, self._own_order, selector
         )
+        if args.strategy != "grpo" and (loss := _override(type(self), "compute_loss")):
+            told = "`%s` sees the rows that are trained on, and its loss weighs what they weigh: a term of your own counts less"
+            logger.warning(f'{told} than in TRL. `strategy="grpo"` computes it as TRL does.', loss)
         kwargs["eval_dataset"] = checks.with_prompts_checked(kwargs.get("eval_dataset"), "evaluation set", args, given)
         callables = [reader(func, lambda readings: None, list, True) for func in funcs]
         if kwargs.get("environment_factory") is not None:
