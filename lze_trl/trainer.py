@@ -616,9 +616,7 @@ class LZEGRPOTrainer(GRPOTrainer):
         # Differs from TRL: `True` means the last *complete* checkpoint, and the prompt state is saved at the end
         checks.refuse_nothing_to_train(self.model, self.optimizer)
         if ignored := [name for name in ("_generate_and_score_completions", *_ORDER) if name in vars(self)]:
-            raise TypeError(
-                f"`trainer.{ignored[0]} = …` would be ignored. Override the method in a class of your own."
-            )
+            raise TypeError(f"`trainer.{ignored[0]} = …` would be ignored. Override it in a class of your own.")
         with self.running():
             return self._train(resume_from_checkpoint, **kwargs)
 

@@ -156,6 +156,7 @@ def test_a_limited_mixture(write, caplog):
     assert dataset["id"] == [None, None, None, "0", "x"]
     assert "url" not in dataset.column_names and "The columns ['url'] are left out" in caplog.text
     assert dataset["prompt"][4] == [{"role": "user", "content": "B?"}]
+    assert load_mixture([write(f"{n}.jsonl", [own[0] | {"tests": n * ["f"]}]) for n in (0, 1)])["tests"] == [[], ["f"]]
     with pytest.raises(ValueError, match="`limit` must be at least 1, got 0"):
         load_mixture([write("own.jsonl", own)], limit=0)
 

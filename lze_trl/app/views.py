@@ -350,8 +350,9 @@ def short_text(row: dict[str, Any]) -> str:
     text = " ".join(row["text"].split())
     text = text if len(text) <= _SHORT else f"{text[: _SHORT // 2]} … {text[-_SHORT // 2 :]}"
     columns = json.loads(row["columns"]) if isinstance(row.get("columns"), str) else {}
-    answers = [str(columns[name]) for name in _ANSWERS if columns.get(name) is not None]
-    return " → ".join([text, *[answer for answer in answers if 0 < len(answer) <= _SHORT // 4][:1]])
+    answers = (str(columns[name]) for name in _ANSWERS if columns.get(name) is not None)
+    answer = next((answer for answer in answers if 0 < len(answer) <= _SHORT // 4), None)
+    return text if answer is None else f"{text} → {answer}"
 
 
 def prompts(run: Run, frame: pd.DataFrame, total: int, order: str = "", opened: str = "", search: str = "") -> Markup:

@@ -50,9 +50,7 @@ class Columns:
         for name in self.contexts:
             if isinstance(value := value_at(self._rows_with(name)[0], name), (dict, list)):
                 told = f"{source!r}, column {name!r}: a context must be text, got {str(value)[:80]!r}."
-                raise DataError(
-                    f"{told} {advice('context_columns')} `{name}.inner` reaches into it; `[]` is for none."
-                )
+                raise DataError(f"{told} {advice('context_columns')} `{name}.inner` reaches into it; `[]` means none.")
         self._rows_with_answer = self._rows_with(self.answer) if self.answer else []
         texts = [self._answer_text(row) for row in self._rows_with_answer]
         # If most of them box or mark an answer, they are worked solutions, and one without a box has no answer

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN_MESSAGES = List({"role": Value("string"), "content": Value("string")})
 _MESSAGES = List(Json())  # some have further fields, such as `tool_calls`
+_EMPTY = (Value("null"), List(Value("null")))  # types of columns that hold nothing
 _OWN_COLUMNS = ("prompt", "solution", "prompt_id", "source", "prompts", "completions")  # the last two are TRL's
 
 
@@ -128,10 +129,12 @@ def load_mixture(references: list[str], **kwargs) -> Dataset:
     unlike: set[str] = set()
     for table in tables:
         for name, feature in table.features.items():
-            if (other := features.setdefault(name, feature)) != feature:
+            if (other := features.setdefault(name, feature)) in _EMPTY:
+                features[name] = feature
+            elif feature not in (other, *_EMPTY):
                 features[name] = _MESSAGES if name == "prompt" else Value("string")
-                is_simple = name == "prompt" or {type(other), type(feature)} == {Value}
-                unlike |= set() if is_simple else {name}
+                if name != "prompt" and {type(other), type(feature)} != {Value}:
+                    unlike.add(name)
     if unlike:
         logger.warning("The columns %s are left out: their types differ between the sets.", sorted(unlike))
     kept = [{name: features[name] for name in table.features if name not in unlike} for table in tables]

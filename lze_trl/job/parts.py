@@ -71,10 +71,9 @@ def make_evaluation(
     named = [reward for reward in rewards if get_callable_name(reward) == args.pass_reward]
     # One that judges answers comes first, one of length last, and before others the one that weighs most
     names, weights = script_args.reward_funcs, args.reward_weights or [1.0] * len(rewards)
-    ranks = [
-        (name not in REWARDS, name == "soft_overlong", -weight) for name, weight in zip(names, weights, strict=False)
-    ]
-    named += [rewards[place] for place in sorted(range(len(ranks)), key=ranks.__getitem__)]
+    judges = zip(names, weights, rewards, strict=False)
+    ranked = sorted(judges, key=lambda one: (one[0] not in REWARDS, one[0] == "soft_overlong", -one[1]))
+    named += [reward for *_, reward in ranked]
     # An environment may be all that rewards
     reward = accuracy_reward if votes or not named or "accuracy" in names else named[0]
     return Evaluation(problems, decoding, samples, reward)
