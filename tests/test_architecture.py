@@ -225,7 +225,7 @@ def test_no_two_classes_have_one_name():
     assert not {name for name, count in names.items() if count > 1}
 
 
-LINES = {"package": 20_541, "core": 15_408, "tests": 21_479}
+LINES = {"package": 20_540, "core": 15_403, "tests": 21_479}
 """Most lines of Python, scripts and styles. It goes down."""
 
 
